@@ -1,0 +1,25 @@
+"""Errors that a user can act on: each message says what, where, what was expected and what to do."""
+
+
+class SpeechLMError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(SpeechLMError):
+    """A command line, yaml file or option that cannot be used. Exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(SpeechLMError):
+    """An input file, utterance or prompt that cannot be decoded. Exit code 1; other utterances go on."""
+
+
+class CheckpointError(SpeechLMError):
+    """A checkpoint that is missing, incomplete, of the wrong family or inconsistent with its own description."""
+
+
+class EngineError(SpeechLMError):
+    """The inference engine is missing, unsupported, or refused a request."""

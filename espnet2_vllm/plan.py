@@ -1,0 +1,167 @@
+"""What is decoded and what comes back: utterances of given and wanted parts, requests of rows, results of segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .layout import Layout
+from .protocol import Rules
+
+
+@dataclass(frozen=True)
+class Given:
+    """Rows that are known: conditions, user turns, earlier answers.
+
+    Attributes:
+        rows: [R, S] int32. OpusLM: before the delay, as ESPnet's ``dec_seq`` has them. Bagpiper: as the model sees them.
+        modality: name in the checkpoint's own words (``text_bpe``, ``codec_ssl``, ``spk``, ...); empty for a Bagpiper prompt.
+        role: dialogue role, or empty.
+        is_target: a reference that is fed instead of generated (``inference_last_segment``).
+    """
+
+    rows: np.ndarray
+    modality: str = ""
+    role: str = ""
+    is_target: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part to generate. OpusLM: one segment. Bagpiper: the whole answer.
+
+    Attributes:
+        header: [h, S] rows that announce the segment (OpusLM: modality, or role and modality; Bagpiper: ``<|assistant|>``).
+        modality: as in ``Given``; empty for Bagpiper, whose answer announces its own segments.
+        role: dialogue role, or empty.
+        reference: [R, S] the reference behind the header, before the delay (content, end, pads), for teacher forcing.
+    """
+
+    header: np.ndarray
+    modality: str = ""
+    role: str = ""
+    reference: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One thing to decode.
+
+    Attributes:
+        key: the id under which results are written.
+        parts: in the order of the sequence.
+        info: what writers need to know besides (task, entry names, texts as read); never looked at by engines.
+    """
+
+    key: str
+    parts: tuple[Given | Wanted, ...]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """What an engine executes: rows in, rows out.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        prompt: [P, S] int32 rows as fed (delayed), P >= 1.
+        rules: the family's protocol for the rows that follow.
+        seed: of the sampling noise; 0 <= seed < 2**63.
+        reference: [R, S] rows as fed behind the prompt (teacher forcing): the engine returns the R masked argmax rows
+            under this history and applies no other rule.
+    """
+
+    request_id: str
+    prompt: np.ndarray
+    rules: Rules
+    seed: int = 0
+    reference: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What came out.
+
+    Attributes:
+        rows: [N, S] int32 ids as emitted.
+        logprobs: [N, S] float32, log-probability of each id after mask, top-k and temperature; 0 where the id was forced.
+        forced: [N, S] bool, ids that were imposed.
+        finish: ``stop`` (the protocol ended), ``length`` (the context is full) or ``abort``.
+        logits: per row (stream 0 [V], streams 1.. [S-1, W]) raw float32 logits, if the engine was asked to keep them. The
+            columns of the second are ``Layout.auxiliary_candidates``.
+    """
+
+    rows: np.ndarray
+    logprobs: np.ndarray
+    forced: np.ndarray
+    finish: str = "stop"
+    logits: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment of a result.
+
+    Attributes:
+        modality: ``text`` or ``audio`` (or the undecodable modality that the model chose).
+        name: the checkpoint's own name (``text_bpe``, ``codec_ssl``, ``spk``; Bagpiper: as ``modality``).
+        generated: False for given parts.
+        rows: [n, S] content. OpusLM: frames before the delay, end excluded. Bagpiper: rows as emitted (delayed), stop row
+            excluded.
+        header: [h, S] rows in front of the content.
+        end: ``given``, ``eos``, ``eot``, ``max_rows``, ``forced`` (OpusLM's forced end), ``teacher``, ``context`` or ``refused``.
+        emitted: [m, S] every row as emitted, stop row and drain included (empty for given parts).
+        logprobs, forced: as ``emitted``.
+        first: index of ``emitted[0]`` among the rows of the request's result.
+    """
+
+    modality: str
+    name: str
+    generated: bool
+    rows: np.ndarray
+    header: np.ndarray
+    end: str
+    role: str = ""
+    emitted: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
+    forced: np.ndarray | None = None
+    first: int = 0
+    is_target: bool = True
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Segments in the order of the sequence, given ones included (Bagpiper: generated ones only).
+
+    ``requests`` are the engine's requests and results behind it, in order.
+    """
+
+    segments: tuple[Segment, ...]
+    requests: tuple[tuple[RowRequest, RowResult], ...] = ()
+
+
+OK, LENGTH, NO_AUDIO, REFUSED = "ok", "length", "no_audio", "refused"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of one utterance: exactly one for each key.
+
+    Attributes:
+        outcome: ``ok``, ``length`` (cut by the context), ``no_audio`` (audio was asked for and none came) or ``refused``.
+        reason: why, when it is not ``ok``.
+    """
+
+    key: str
+    hypotheses: tuple[Hypothesis, ...]
+    outcome: str = OK
+    reason: str = ""
+    utterance: Utterance | None = None
+
+
+def text_ids(layout: Layout, segment: Segment) -> np.ndarray:
+    """Tokenizer ids of a text segment: stream 0 minus the start of the text span. May be negative for non-text ids. [n]"""
+    return segment.rows[:, 0].astype(np.int64) - layout.text.start

@@ -1,0 +1,33 @@
+"""Where the recorded reference data lies: a selection in the repository, all of it where the checkout has it beside."""
+
+import os
+import pathlib
+
+import pytest
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+GOLDEN_ROOTS = [p for p in (REPO.parent / "shared" / "golden", REPO / "tests" / "golden") if p.is_dir()]
+
+
+def golden_files(pattern: str) -> list[pathlib.Path]:
+    """Recorded files that match ``pattern`` (relative to a golden root), the fullest root first, each relative path once."""
+    found = {}
+    for root in GOLDEN_ROOTS:
+        for path in sorted(root.glob(pattern)):
+            found.setdefault(path.relative_to(root), path)
+    return list(found.values())
+
+
+def golden_models(family: str) -> list[pathlib.Path]:
+    """Model directories of ``family`` ('bagpiper' or 'opuslm')."""
+    marker = {"bagpiper": "train.yaml", "opuslm": "config.yaml"}[family]
+    return [path.parent for path in golden_files(f"{family}/*/{marker}")]
+
+
+@pytest.fixture(scope="session")
+def repo() -> pathlib.Path:
+    return REPO

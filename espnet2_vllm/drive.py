@@ -32,26 +32,34 @@ def modality_of_name(name: str) -> str:
 
 
 def sampling_of(config: SegmentConfig) -> Sampling:
-    return Sampling() if config.greedy or config.search == "teacher_force" else Sampling(config.temperature, config.topk)
+    return (
+        Sampling() if config.greedy or config.search == "teacher_force" else Sampling(config.temperature, config.topk)
+    )
 
 
 def drive(
-    layout: Layout, utterance: Utterance, config: DecodingConfig, *, seed: int = 0, hypothesis: int = 0
+    layout: Layout,
+    utterance: Utterance,
+    config: DecodingConfig,
+    *,
+    seed: int = 0,
+    hypothesis: int = 0,
+    context: int | None = None,
 ) -> Driver:
-    """Driver of one hypothesis of ``utterance``.
+    """Driver of one hypothesis of ``utterance``; ``context`` is the model's rows, needed by length ratios of 0.
 
     Raises:
         DataError: (from the generator) naming the utterance, when it cannot be decoded under ``config``.
     """
     seed = seed_of(seed, utterance.key, hypothesis)
     if layout.family == "opuslm":
-        return _drive_opuslm(layout, utterance, config, seed, hypothesis)
+        return _drive_opuslm(layout, utterance, config, seed, hypothesis, context)
     return _drive_bagpiper(layout, utterance, config, seed, hypothesis)
 
 
 # -- OpusLM ------------------------------------------------------------------------------------------------------------
 def _drive_opuslm(
-    layout: Layout, utterance: Utterance, config: DecodingConfig, seed: int, hypothesis: int
+    layout: Layout, utterance: Utterance, config: DecodingConfig, seed: int, hypothesis: int, context: int | None
 ) -> Driver:
     history: list[np.ndarray] = []  # rows as fed, all earlier turns
     pending: list[np.ndarray] = []  # given rows since the last generated segment, before the delay
@@ -64,8 +72,10 @@ def _drive_opuslm(
         prefill = delay.shift(np.concatenate([*pending, part.header]))
         if len(prefill) < 2:
             # ESPnet raises here too: its prefill without the last row would be empty.
-            raise DataError(f"{utterance.key}: nothing stands before segment {index}, at least two prompt rows are needed")
-        rules, reference = _opuslm_rules(layout, utterance, part, config, len(prefill))
+            raise DataError(
+                f"{utterance.key}: nothing stands before segment {index}, at least two prompt rows are needed"
+            )
+        rules, reference = _opuslm_rules(layout, utterance, part, config, len(prefill), context)
         name = f"{utterance.key}/{hypothesis}/{index}"
         request = RowRequest(name, np.concatenate([*history, prefill]), rules, seed, reference)
         result = yield request
@@ -79,18 +89,25 @@ def _drive_opuslm(
 def _given_segment(part: Given) -> Segment:
     empty = part.rows[:0]
     return Segment(
-        modality_of_name(part.modality), part.modality, False, part.rows, empty, "given", part.role, is_target=part.is_target
+        modality_of_name(part.modality),
+        part.modality,
+        False,
+        part.rows,
+        empty,
+        "given",
+        part.role,
+        is_target=part.is_target,
     )
 
 
 def _opuslm_rules(
-    layout: Layout, utterance: Utterance, part: Wanted, config: DecodingConfig, prompt_rows: int
+    layout: Layout, utterance: Utterance, part: Wanted, config: DecodingConfig, prompt_rows: int, context: int | None
 ) -> tuple[OpusLMRules, np.ndarray | None]:
     modality = modality_of_name(part.modality)
     block = config.segment(modality)
     sampling = sampling_of(block)
     if block.search != "teacher_force":
-        low, high = block.rows_limits(prompt_rows)
+        low, high = block.rows_limits(prompt_rows, num_streams=layout.num_streams, context=context)
         if high < layout.num_streams:
             raise DataError(
                 f"{utterance.key}: at most {high} rows for {prompt_rows} prompt rows, but the drain of {layout.num_streams} "
@@ -98,7 +115,9 @@ def _opuslm_rules(
             )
         return OpusLMRules(layout, modality, sampling, low, high), None
     if part.reference is None or not len(part.reference):
-        raise DataError(f"{utterance.key}: search_algo teacher_force in {config.source} needs a reference for {part.modality}")
+        raise DataError(
+            f"{utterance.key}: search_algo teacher_force in {config.source} needs a reference for {part.modality}"
+        )
     reference = delay.shift(part.reference)
     length = max(len(reference), layout.num_streams)
     return OpusLMRules(layout, modality, sampling, length + 1, length), reference
@@ -106,9 +125,9 @@ def _opuslm_rules(
 
 def _opuslm_segment(rules: OpusLMRules, part: Wanted, result: RowResult, reference: np.ndarray | None) -> Segment:
     if reference is None:
-        state, steps = replay(rules, [tuple(map(int, row)) for row in result.rows])
+        state, _ = replay(rules, [tuple(map(int, row)) for row in result.rows])
         finish = state.finish
-        own = finish >= 1 and finish < len(steps) + 1 and result.rows[finish - 1, 0] == rules.layout.specials["eos"]
+        own = finish >= 1 and result.rows[finish - 1, 0] == rules.layout.specials["eos"]
         end = "context" if finish < 0 or result.finish == "length" else "eos" if own else "forced"
         rows = result.rows
     else:
@@ -133,9 +152,7 @@ def _teacher_rows(layout: Layout, chosen: np.ndarray, reference: np.ndarray) -> 
 
 
 # -- Bagpiper ----------------------------------------------------------------------------------------------------------
-def _drive_bagpiper(
-    layout: Layout, utterance: Utterance, config: DecodingConfig, seed: int, hypothesis: int
-) -> Driver:
+def _drive_bagpiper(layout: Layout, utterance: Utterance, config: DecodingConfig, seed: int, hypothesis: int) -> Driver:
     """Hypothesis 0 generates the whole answer; the others only its last segment, whose number they make up."""
     prompt = np.concatenate([part.rows if isinstance(part, Given) else part.header for part in utterance.parts])
     rules = bagpiper_rules(layout, config)
@@ -145,16 +162,13 @@ def _drive_bagpiper(
 
 
 def bagpiper_rules(layout: Layout, config: DecodingConfig) -> BagpiperRules:
-    return BagpiperRules(
-        layout, config.enforce_modality, _modality_rules(config.text), _modality_rules(config.audio)
-    )
+    return BagpiperRules(layout, config.enforce_modality, _modality_rules(config.text), _modality_rules(config.audio))
 
 
 def _modality_rules(block: SegmentConfig | None) -> ModalityRules | None:
     if block is None:
         return None
-    low, high = block.rows_limits(0)
-    return ModalityRules(sampling_of(block), low, high, max(block.cfg, 1.0), block.num_hypo > 1)
+    return ModalityRules(sampling_of(block), block.min_rows, block.max_rows, max(block.cfg, 1.0), block.num_hypo > 1)
 
 
 def bagpiper_segments(rules: BagpiperRules, result: RowResult) -> list[Segment]:
@@ -213,5 +227,3 @@ def drive_again(
     more = RowRequest(name, np.concatenate([request.prompt, fed]), again, seed_of(seed, utterance.key, hypothesis))
     outcome = yield more
     return Hypothesis((*first.segments[:-1], *bagpiper_segments(again, outcome)), ((more, outcome),))
-
-

@@ -95,6 +95,8 @@ def replay(rules: Rules, rows: Iterable[tuple[int, ...]]) -> tuple[Any, list[Adv
     state, steps = rules.start(), []
     for row in rows:
         state, step = rules.advance(state, tuple(row))
-        assert step.emitted == tuple(row), f"row {len(steps)}: emitted {tuple(row)}, but the rules make it {step.emitted}"
+        assert step.emitted == tuple(row), (
+            f"row {len(steps)}: emitted {tuple(row)}, but the rules make it {step.emitted}"
+        )
         steps.append(step)
     return state, steps

@@ -1,0 +1,218 @@
+"""The ``vllm`` backend: requests of rows on a stock vLLM engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Checkpoint
+from ..engine import channel
+from ..engine.compat import engine_version
+from ..engine.core import EXTRA_ARGS
+from ..engine.tap import TAP
+from ..errors import EngineError
+from ..plan import RowRequest, RowResult
+from ..protocol import BagpiperRules
+from .base import Outcome, check_fits
+
+log = logging.getLogger(__name__)
+
+SCHEDULER = "espnet2_vllm.engine.scheduler.SpeechScheduler"
+CPU_WORKER = "espnet2_vllm.engine.v1.SpeechCPUWorker"
+
+
+class VllmEngine:
+    """Continuous batching of all requests in flight.
+
+    Args:
+        checkpoint: a converted directory.
+        dtype: of weights and KV cache.
+        keep_logits: return raw logits with each result (slow; the engine then runs in this process).
+        options: fields of ``vllm.EngineArgs`` (``max_num_seqs``, ``max_model_len``, ``gpu_memory_utilization``, ...).
+
+    Raises:
+        EngineError: if vLLM is missing, outside the supported range, or refuses to start.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, dtype: str = "float32", keep_logits: bool = False, **options: Any
+    ) -> None:
+        version = engine_version()
+        self.layout = checkpoint.layout
+        self.keep_logits = keep_logits
+        config = self._configure(checkpoint, dtype, options)
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._engine = LLMEngine.from_vllm_config(config)
+        self.max_rows = config.model_config.max_model_len
+        self._requests: dict[str, RowRequest] = {}
+        self._count = 0
+        log.info("vLLM %s, %s, up to %d rows a sequence", version, dtype, self.max_rows)
+
+    def _configure(self, checkpoint: Checkpoint, dtype: str, options: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+
+        cpu = current_platform.is_cpu()
+        if cpu or self.keep_logits:
+            # A second process costs a start of its own and gains nothing on a CPU; logits do not travel.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True, "scheduler_cls": SCHEDULER}
+        if cpu:
+            fixed["worker_cls"] = CPU_WORKER
+        for name in set(fixed) & set(options):
+            raise EngineError(f"engine option {name} is set by the backend itself")
+        defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
+        if cpu:
+            defaults["enforce_eager"] = True  # compiling takes longer than most runs on a CPU
+        try:
+            return EngineArgs(**fixed, **{**defaults, **options}).create_engine_config()
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"vLLM refused the engine options {options}: {error}") from error
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+    @property
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    def submit(self, request: RowRequest) -> None:
+        check_fits(request, self.max_rows)
+        check_guidance(request)
+        name = str(self._count)
+        self._count += 1
+        rows = request.prompt if request.reference is None else np.concatenate([request.prompt, request.reference])
+        prompt = {"prompt_token_ids": [int(token) for token in rows[:, 0]]}
+        self._engine.add_request(name, prompt, self._params(name, request, rows))
+        self._requests[name] = request
+
+    def _params(self, name: str, request: RowRequest, rows: np.ndarray) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        args: dict[str, Any] = {"rules": without_guided(request.rules).to_dict(), "seed": int(request.seed)}
+        auxiliary = np.ascontiguousarray(rows[:, 1:], dtype="<i4")
+        if auxiliary.any():
+            args["auxiliary"] = auxiliary.tobytes()
+        if self.keep_logits:
+            args["tap"] = name
+        streams = self.layout.num_streams
+        forced = request.reference is not None
+        return SamplingParams(
+            temperature=0.0,  # ids are chosen by our own sampler; this keeps vLLM from preparing another
+            max_tokens=1 if forced else self.max_rows - len(rows),
+            stop_token_ids=[self.layout.stop_token],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=streams,
+            prompt_logprobs=streams if forced else None,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={EXTRA_ARGS: args},
+        )
+
+    def step(self) -> list[tuple[str, Outcome]]:
+        if not self._requests:
+            return []
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                request = self._requests.pop(output.request_id)
+                finished.append((request.request_id, self._result(output, request)))
+        return finished
+
+    def _result(self, output: Any, request: RowRequest) -> Outcome:
+        completion = output.outputs[0]
+        if request.reference is not None:
+            rows = matrix(output.prompt_logprobs, skip=1)
+            rows = tuple(part[len(request.prompt) - 1 :] for part in rows)
+        else:
+            rows = matrix(completion.logprobs)
+        codes = channel.decode(rows[0][:, 1:])
+        logits = tuple(TAP.take(output.request_id)) if self.keep_logits else None
+        if logits is not None and request.reference is not None:
+            logits = logits[len(request.prompt) - 1 :][: len(codes.ids)]
+        finish = {"stop": "stop", "length": "length"}.get(completion.finish_reason, "abort")
+        if request.reference is not None:
+            finish = "stop"
+        result = RowResult(codes.ids, rows[1][:, 1:], codes.forced, finish, logits)
+        return chosen_guided(request, result) or result
+
+    def abort(self, ids: Iterable[str]) -> None:
+        wanted = set(ids)
+        names = [name for name, request in self._requests.items() if request.request_id in wanted]
+        self._engine.abort_request(names)
+        for name in names:
+            del self._requests[name]
+
+    def close(self) -> None:
+        self._requests.clear()
+        self._engine.engine_core.shutdown()
+
+
+def matrix(logprobs: Any, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """[N, S + 1] ids and log-probabilities of a ``FlatLogprobs``, without its first ``skip`` positions.
+
+    Never through its own iteration or indexing, which go by dictionaries and merge equal ids.
+    """
+    starts = np.asarray(logprobs.start_indices[skip:], dtype=np.int64)
+    ends = np.asarray(logprobs.end_indices[skip:], dtype=np.int64)
+    widths = np.unique(ends - starts)
+    assert len(widths) <= 1, f"rows of {widths.tolist()} columns in one result"
+    first = int(starts[0]) if len(starts) else 0
+    width = int(widths[0]) if len(widths) else 1
+    ids = np.asarray(logprobs.token_ids[first:], dtype=np.int64).reshape(-1, width)
+    values = np.asarray(logprobs.logprobs[first:], dtype=np.float32).reshape(-1, width)
+    return ids, values
+
+
+# -- guidance: not served by this backend -----------------------------------------------------------------------------
+def _guided(rules: Any, name: str) -> bool:
+    block = getattr(rules, name, None)
+    return block is not None and block.guidance > 1
+
+
+def check_guidance(request: RowRequest) -> None:
+    """Refuses a request that is sure to need guidance.
+
+    Raises:
+        EngineError: naming the modality and the remedy.
+    """
+    rules = request.rules
+    if not isinstance(rules, BagpiperRules):
+        return
+    wanted = [name for name in rules.enforce if name in ("text", "audio")]
+    for name in wanted:
+        if _guided(rules, name):
+            scale = getattr(rules, name).guidance
+            raise EngineError(
+                f"{request.request_id}: guidance ({name} cfg {scale:g}) is not supported by the vllm backend; set cfg: 1, or use "
+                "--backend pytorch"
+            )
+
+
+def without_guided(rules: Any) -> Any:
+    """Rules under which a segment that the model chooses itself, and that would need guidance, ends the request."""
+    if not isinstance(rules, BagpiperRules):
+        return rules
+    blocks = {name: None if _guided(rules, name) else getattr(rules, name) for name in ("text", "audio")}
+    return BagpiperRules(rules.layout, rules.enforce, blocks["text"], blocks["audio"])
+
+
+def chosen_guided(request: RowRequest, result: RowResult) -> EngineError | None:
+    """The error of a request whose model chose a guided segment by itself."""
+    rules = request.rules
+    if not isinstance(rules, BagpiperRules) or result.finish != "stop" or not len(result.rows):
+        return None
+    name = rules.layout.modality_of(int(result.rows[-1, 0]))
+    if name is None or not _guided(rules, name):
+        return None
+    return EngineError(
+        f"{request.request_id}: the model chose {name}, whose cfg {getattr(rules, name).guidance:g} needs guidance, which the vllm "
+        "backend does not support; set cfg: 1, or use --backend pytorch"
+    )

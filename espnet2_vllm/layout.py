@@ -25,9 +25,21 @@ NUM_SPECIALS = 256
 PAD = 0
 
 # Fixed slots of ESPnet's new-style SpeechLM (espnet2/speechlm job template).
+# ids 0..11, in this order
 BAGPIPER_SPECIALS = (
-    "pad bos eos eot system user assistant text audio image video toolcall".split()
-)  # ids 0..11, in this order
+    "pad",
+    "bos",
+    "eos",
+    "eot",
+    "system",
+    "user",
+    "assistant",
+    "text",
+    "audio",
+    "image",
+    "video",
+    "toolcall",
+)
 
 # Fixed slots of the OpusLM generation (espnet2/speechlm/definitions.py); everything else is looked up by name in token_list.
 OPUSLM_SPECIALS = {

@@ -1,0 +1,62 @@
+"""Backends: one interface (``base.Engine``), swapped by a word; ``run.decode`` drives any of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, EngineError
+from .base import Engine
+from .run import decode
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+__all__ = ["BACKENDS", "DTYPES", "Engine", "decode", "make_engine"]
+
+_ENGINES = {"vllm": ("vllm", "VllmEngine"), "pytorch": ("pytorch", "PyTorchEngine")}
+BACKENDS = tuple(_ENGINES)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -> Engine:
+    """The engine called ``name`` on a converted checkpoint.
+
+    Args:
+        name: ``vllm`` or ``pytorch``.
+        checkpoint: an opened converted directory.
+        dtype: of weights and activations; logits and sampling are float32 always.
+        options: the engine's own keyword arguments.
+
+    Raises:
+        ConfigError: for an unknown backend, dtype or option, naming the nearest valid one.
+        EngineError: if the backend is not installed or cannot run here.
+    """
+    _check_choice("backend", name, BACKENDS)
+    _check_choice("dtype", dtype, DTYPES)
+    module, class_name = _ENGINES[name]
+    try:
+        engine_class = getattr(importlib.import_module(f".{module}", __package__), class_name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(__package__.partition(".")[0]):
+            raise
+        raise EngineError(
+            f"the {name} backend needs the Python package {error.name!r}, which is not installed; run tools/setup.sh, or choose "
+            "another --backend"
+        ) from error
+    parameters = inspect.signature(engine_class).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # else the engine passes them on, and refuses them itself
+        known = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "dtype")
+        for option in options:
+            _check_choice(f"option of the {name} backend", option, known)
+    return engine_class(checkpoint, dtype=dtype, **options)
+
+
+def _check_choice(what: str, value: str, valid: tuple[str, ...]) -> None:
+    if value in valid:
+        return
+    near = difflib.get_close_matches(str(value), valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{what} {value!r} is unknown; expected one of {', '.join(valid)}{hint}")

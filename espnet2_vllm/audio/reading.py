@@ -1,0 +1,206 @@
+"""Reading recordings the way Kaldi names them: a file, a place in an ark, or a command that writes one.
+
+Everything comes back as float32 in [-1, 1), whatever the file holds. (ESPnet's ``kaldi_audio`` reader hands on the
+int16 values of wav arks as they are; continuous encoders normalise the difference away, codecs refuse integers.)
+"""
+
+import io
+import os
+import re
+import struct
+import subprocess
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from espnet2_vllm.errors import DataError
+
+# kaldiio would also read matrices, numpy files and pickles (which run code) from an ark; recordings begin like this.
+_ARK_AUDIO = (b"RIFF", b"fLaC", b"AUDIO")
+# Programs that write wav into a pipe cannot know its length and put a huge one (sox 0x7ffff000, ffmpeg 0xffffffff).
+_UNKNOWN_LENGTH = 0x7FFF0000
+# An mp3 declares whole MPEG frames (1152 samples), of which decoders drop the delay and the padding at both ends.
+_MP3_SLACK = 2 * 1152
+_STDERR_TAIL = 2000
+
+
+def read_audio(spec: str, *, base_dir: str | os.PathLike | None = None) -> tuple[np.ndarray, int]:
+    """Read the recording ``spec`` names -> ([channels, n] float32, sample rate in Hz).
+
+    spec: a path (wav, flac, mp3, ogg, sph: what libsndfile reads); ``file.ark:offset`` (wav, flac or AUDIO entry);
+    ``command |`` (run by the shell, its standard output read as an audio file). A relative path is looked up under
+    ``base_dir`` first, then under the working directory; a command runs in ``base_dir``.
+    Raises DataError, naming the spec: missing, unreadable, cut short, without samples, NaN or infinite samples, or a
+    command that fails.
+    """
+    text = spec.strip()
+    if not text:
+        raise DataError("a recording without a name; expected a path, file.ark:offset, or a command that ends in |")
+    if text.endswith("|"):
+        wav, rate = _read_command(text[:-1].strip(), base_dir)
+    else:
+        wav, rate = _read_path(text, base_dir)
+    if wav.shape[1] == 0:
+        raise DataError(f"{text}: the recording has no samples")
+    if not np.isfinite(wav).all():
+        raise DataError(f"{text}: {int((~np.isfinite(wav)).sum())} samples are NaN or infinite")
+    return wav, rate
+
+
+def first_channel(wav: np.ndarray) -> np.ndarray:
+    """[channels, n] -> [n], the channel that ESPnet's encoders take."""
+    assert wav.ndim == 2, f"expected [channels, n], got shape {wav.shape}"
+    return wav[0]
+
+
+def resample(wav: np.ndarray, rate: int, target: int) -> np.ndarray:
+    """[..., n] float32 at ``rate`` -> [..., ceil(n * target / rate)] float32 at ``target`` Hz.
+
+    torchaudio's windowed-sinc interpolation, as in ESPnet's speechlm readers. Equal rates give the array itself.
+    """
+    if rate < 1 or target < 1:
+        raise DataError(f"cannot resample from {rate} Hz to {target} Hz: rates must be positive")
+    if rate == target:
+        return wav
+    import torch
+    from torchaudio.functional import resample as torchaudio_resample
+
+    samples = torch.from_numpy(np.ascontiguousarray(wav, dtype=np.float32))
+    return torchaudio_resample(samples, rate, target).numpy()
+
+
+def _read_path(text: str, base_dir: str | os.PathLike | None) -> tuple[np.ndarray, int]:
+    path = _existing(text, base_dir)
+    if path is not None:
+        with _open(path) as file:
+            return _decode(file, text)
+    name, colon, offset = text.rpartition(":")
+    if colon and offset.isdecimal():
+        path = _existing(name, base_dir)
+        if path is not None:
+            with _open(path) as file:
+                return _decode_ark_entry(file, int(offset), text)
+    places = [Path(text)] if base_dir is None else [Path(base_dir) / text, Path(text)]
+    raise DataError(f"{text}: no such file; looked at {' and '.join(dict.fromkeys(str(p.absolute()) for p in places))}")
+
+
+def _existing(name: str, base_dir: str | os.PathLike | None) -> Path | None:
+    for path in [Path(name)] if base_dir is None else [Path(base_dir) / name, Path(name)]:
+        if path.is_file():
+            return path
+    return None
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _read_command(command: str, base_dir: str | os.PathLike | None) -> tuple[np.ndarray, int]:
+    if not command:
+        raise DataError("the name of a recording is '|' with no command before it")
+    # No standard input: a command that reads it would eat the input of the program that decodes.
+    done = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, cwd=base_dir, check=False)
+    stderr = done.stderr.decode("utf-8", errors="replace").strip()[-_STDERR_TAIL:] or "(nothing)"
+    if done.returncode != 0:
+        raise DataError(f"command failed with exit status {done.returncode}: {command}\nits last words: {stderr}")
+    if not done.stdout:
+        raise DataError(f"command gave no output: {command}\nits last words: {stderr}")
+    return _decode(io.BytesIO(done.stdout), f"{command} |")
+
+
+def _decode(file: BinaryIO, name: str) -> tuple[np.ndarray, int]:
+    """A whole audio file -> ([channels, n] float32, rate)."""
+    import soundfile
+
+    if file.seek(0, os.SEEK_END) == 0:
+        raise DataError(f"{name}: the file is empty")
+    file.seek(0)
+    _check_riff_is_whole(file, name)
+    sphere_samples = _sphere_samples(file)
+    try:
+        with soundfile.SoundFile(file) as audio:
+            wav = audio.read(dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise DataError(f"{name}: no audio that libsndfile reads, or cut short: {error.error_string}") from error
+    declared = max(audio.frames - (_MP3_SLACK if audio.format == "MP3" else 0), sphere_samples)
+    if len(wav) < declared:
+        raise DataError(f"{name}: cut short, {len(wav)} of {declared} samples are there")
+    return np.ascontiguousarray(wav.T), audio.samplerate
+
+
+def _decode_ark_entry(file: BinaryIO, offset: int, name: str) -> tuple[np.ndarray, int]:
+    """The recording that begins at byte ``offset`` of an ark -> ([channels, n] float32, rate)."""
+    import kaldiio
+    import soundfile
+
+    size = file.seek(0, os.SEEK_END)
+    if offset >= size:
+        raise DataError(f"{name}: offset {offset} lies behind the end of the ark ({size} bytes); is the ark cut short?")
+    file.seek(offset)
+    start = file.read(5)
+    if not start.startswith(_ARK_AUDIO):
+        raise DataError(f"{name}: no recording begins at this offset (found {start!r}, expected wav, flac or AUDIO)")
+    if start == b"AUDIO":
+        _check_audio_entry_is_whole(file, size, name)
+    file.seek(offset)
+    _check_riff_is_whole(file, name)
+    try:
+        rate, samples = kaldiio.matio.read_kaldi(file)
+    except (soundfile.LibsndfileError, EOFError, ValueError, struct.error, kaldiio.python_wave.Error) as error:
+        raise DataError(f"{name}: cannot be read from the ark, or the ark is cut short: {error}") from error
+    samples = samples[:, None] if samples.ndim == 1 else samples
+    return np.ascontiguousarray(_as_float(samples, name).T), rate
+
+
+def _as_float(samples: np.ndarray, name: str) -> np.ndarray:
+    """Samples as a file holds them -> float32 in [-1, 1), by the scale that libsndfile uses."""
+    if samples.dtype.kind == "f":
+        return samples.astype(np.float32)
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128.0) / 128.0
+    if samples.dtype == np.int16:
+        return samples.astype(np.float32) / 32768.0
+    raise DataError(f"{name}: samples of type {samples.dtype} cannot be read; expected 8 or 16 bit, or floats")
+
+
+def _check_audio_entry_is_whole(file: BinaryIO, size: int, name: str) -> None:
+    """``file`` stands behind the word AUDIO: a byte w, then w bytes of length, then an audio file of that length."""
+    width = file.read(1)
+    length = int.from_bytes(file.read(width[0]), "little") if width else 0
+    left = size - file.tell()
+    if left < length or length == 0:
+        raise DataError(f"{name}: the ark is cut short, {left} of {length} bytes of the recording are there")
+
+
+def _sphere_samples(file: BinaryIO) -> int:
+    """Samples a channel that a NIST sphere header declares, which libsndfile does not compare; 0 for other files."""
+    header = file.read(1024)
+    file.seek(0)
+    count = re.search(rb"^sample_count -i (\d+)", header, re.MULTILINE) if header.startswith(b"NIST_1A") else None
+    return int(count[1]) if count else 0
+
+
+def _check_riff_is_whole(file: BinaryIO, name: str) -> None:
+    """Refuse a wav whose data chunk is longer than what is left of ``file``: libsndfile would read the rest silently.
+
+    Begins at the file's position and comes back to it. Anything that is not RIFF passes.
+    """
+    start = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(start)
+    if file.read(4) == b"RIFF":
+        file.seek(start + 12)
+        while len(header := file.read(8)) == 8:
+            chunk, length = struct.unpack("<4sI", header)
+            left = size - file.tell()
+            if chunk == b"data":
+                if left < length < _UNKNOWN_LENGTH:
+                    raise DataError(f"{name}: cut short, {left} of {length} bytes of samples are there")
+                break
+            # Chunks are padded to an even length.
+            file.seek(length + length % 2, os.SEEK_CUR)
+    file.seek(start)

@@ -45,24 +45,30 @@ def distribution(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling) ->
 
 
 def choose(
-    logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, seed: int, position: int, stream: int
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    sampling: Sampling,
+    seed: int | torch.Tensor,
+    position: int | torch.Tensor,
+    stream: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One id of one stream: mask, top-k, temperature, one draw with the noise of (seed, position, stream).
 
     Args:
         logits: [k] float32 of the allowed ids only.
         ids: [k] int64, the vocabulary id of each.
-        position: index of the row in its sequence, prompt included.
+        seed, position: numbers, or int64 tensors of one shape for as many draws. ``position`` is the index of the row in its
+            sequence, prompt included.
 
     Returns:
-        The id (int64 scalar) and its log-probability after mask, top-k and temperature (float32 scalar; 0 for an argmax). Of
-        equal logits the argmax takes the first.
+        Ids (int64) and their log-probabilities after mask, top-k and temperature (float32; 0 for an argmax), each of the shape
+        of ``seed``. Of equal logits the argmax takes the first.
     """
+    seed, position = (torch.as_tensor(value, device=ids.device) for value in (seed, position))
     if sampling.greedy:
-        return ids[logits.argmax()], logits.new_zeros(())
+        return ids[logits.argmax()].expand(seed.shape), logits.new_zeros(seed.shape)
     ids, scores = distribution(logits, ids, sampling)
-    where = torch.tensor([[seed], [position]], device=ids.device)
-    best = (scores + gumbel(where[0], where[1], stream, ids[None])[0]).argmax()
+    best = (scores + gumbel(seed, position, stream, ids)).argmax(-1)
     return ids[best], scores.log_softmax(-1)[best]
 
 

@@ -1,0 +1,1 @@
+"""Kaldi and json formats, in and out."""

@@ -1,0 +1,270 @@
+"""``data.json`` of ESPnet's first SpeechLM generation: a task, its files, and the ids to decode.
+
+Sources: ESPnet ``ESPnetSpeechLMDataset`` and ``ESPnetMultiTaskDataset`` (espnet2/train/dataset.py), and the reader of
+``dialogue_json`` of branch ``speechlm3``. Ids are taken as they stand; ESPnet takes the task's name off a key with ``lstrip``,
+which eats letters of some ids.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..layout import Layout
+from ..plan import Utterance
+from ..prompt.opuslm import Content, Facts, Tokenizer, Turn, opuslm_sequence, opuslm_utterance
+from ..prompt.tasks import AUDIO_MODALITIES, TEXT_MODALITIES, Entry, Task, find_task
+from .kaldi import Table, load_codes, locate, read_table
+
+
+class Source(ABC):
+    """Where the content of one entry comes from."""
+
+    table: Table
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self.table
+
+    @abstractmethod
+    def load(self, uid: str, rng: random.Random) -> Content:
+        """Content of ``uid``; DataError, naming the file, if it cannot be had."""
+
+
+@dataclass(frozen=True)
+class TextSource(Source):
+    """``id words...``"""
+
+    table: Table
+
+    def load(self, uid: str, rng: random.Random) -> Content:
+        return self.table.value(uid)
+
+
+@dataclass(frozen=True)
+class CodesSource(Source):
+    """``id ark:offset``"""
+
+    table: Table
+    base_dir: Path
+
+    def load(self, uid: str, rng: random.Random) -> Content:
+        return load_codes(self.table.value(uid), self.base_dir)
+
+
+@dataclass(frozen=True)
+class SpeakerSource(Source):
+    """``id speaker``: the codes of another utterance of the speaker, or of the same one if it is the only one."""
+
+    table: Table
+    codes: CodesSource
+    utterances: Mapping[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for uid, speaker in self.table.items():
+            self.utterances.setdefault(speaker, []).append(uid)
+
+    def load(self, uid: str, rng: random.Random) -> Content:
+        speaker = self.table.value(uid)
+        candidates = self.utterances[speaker]
+        chosen = candidates[0]
+        if len(candidates) > 1:
+            # Drawn as ESPnet draws, so that the same seed gives the same utterance.
+            chosen = rng.sample(candidates, 1)[0]
+            while chosen == uid:
+                chosen = rng.sample(candidates, 1)[0]
+        try:
+            return self.codes.load(chosen, rng)
+        except DataError as error:
+            raise DataError(f"prompt of speaker {speaker}: {error}") from error
+
+
+@dataclass(frozen=True)
+class DialogueSource(Source):
+    """``id pack.json``; the pack is ``{id: [[role, modality, is_target, text or ark:offset], ...]}``."""
+
+    table: Table
+    base_dir: Path
+    packs: dict[str, Mapping[str, Any] | DataError] = field(default_factory=dict)
+
+    def load(self, uid: str, rng: random.Random) -> Content:
+        name = self.table.value(uid)
+        if name not in self.packs:
+            try:
+                self.packs[name] = read_json(locate(name, self.base_dir))
+            except DataError as error:
+                self.packs[name] = error
+        pack = self.packs[name]
+        if isinstance(pack, DataError):
+            raise DataError(str(pack)) from pack
+        if uid not in pack:
+            raise DataError(f"{name}: has no dialogue {uid}")
+        turns = pack[uid]
+        if not isinstance(turns, list) or not turns:
+            raise DataError(f"{name}: dialogue {uid} is {turns!r}, expected a list of turns")
+        return [self._turn(turn, f"{name}: turn {i} of {uid}") for i, turn in enumerate(turns)]
+
+    def _turn(self, turn: Any, where: str) -> Turn:
+        if not (isinstance(turn, list) and len(turn) == 4 and isinstance(turn[2], bool) and isinstance(turn[3], str)):
+            raise DataError(f"{where} is {turn!r}, expected [role, modality, is_target, text or ark:offset]")
+        role, modality, is_target, content = turn
+        if modality in TEXT_MODALITIES:
+            return Turn(role, modality, is_target, content)
+        if modality not in AUDIO_MODALITIES:
+            supported = ", ".join((*TEXT_MODALITIES, *AUDIO_MODALITIES))
+            raise DataError(f"{where}: modality {modality!r} cannot be decoded; supported are {supported}")
+        try:
+            return Turn(role, modality, is_target, load_codes(content, self.base_dir))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class DataJson:
+    """An opened ``data.json``: ``examples`` in its order; sources by entry name, targets possibly missing."""
+
+    path: Path
+    task: Task
+    examples: tuple[str, ...]
+    sources: Mapping[str, Source]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Ids of the results, in the order of ``examples``."""
+        return tuple(f"{self.task.name}_{uid}" for uid in self.examples)
+
+    def load(self, uid: str, rng: random.Random) -> dict[str, Content]:
+        """Content of every entry of the task; None for a target that is not there. DataError if a condition is missing."""
+        entries: dict[str, Content] = {}
+        for entry in self.task.entries:
+            source = self.sources.get(entry.name)
+            needed = entry in self.task.conditions or self.task.chat or self.task.name == "textlm"
+            if source is None or not (needed or source.table.get(uid)):
+                entries[entry.name] = None
+            else:
+                entries[entry.name] = source.load(uid, rng)
+        return entries
+
+
+def open_data_json(path: Path) -> DataJson:
+    """Reads ``path`` and the files it names, but no ark and no dialogue yet.
+
+    Files are looked up from the working directory, as ESPnet does, then from the folder of ``path``. Entries are known by
+    the names of their files. The files of targets may be missing.
+
+    Raises:
+        DataError: naming the file, for one that is missing or damaged, without examples, of an unknown task, or without a
+            file that the task needs.
+    """
+    data = read_json(path)
+    for key, kind in (("task", str), ("data_files", list), ("examples", list)):
+        if not isinstance(data.get(key), kind):
+            raise DataError(
+                f"{path}: {key!r} is missing or no {'string' if kind is str else 'list'}; is this a data.json?"
+            )
+    examples = data["examples"]
+    if not examples:
+        raise DataError(f"{path}: 'examples' is empty, there is nothing to decode")
+    if not all(isinstance(uid, str) and uid for uid in examples):
+        raise DataError(f"{path}: 'examples' must be a list of ids")
+    twice = [uid for uid, count in Counter(examples).items() if count > 1]
+    if twice:
+        raise DataError(f"{path}: examples come twice: {', '.join(twice[:5])}")
+    task = find_task(data["task"], str(path))
+    return DataJson(path, task, tuple(examples), _sources(path, task, data["data_files"]))
+
+
+def _sources(path: Path, task: Task, triplets: Iterable[Any]) -> dict[str, Source]:
+    files: dict[str, tuple[Table, str]] = {}
+    wanted = {entry.name for entry in task.entries} | {"wav.scp"}
+    for triplet in triplets:
+        parts = triplet.strip().rsplit(",", 2) if isinstance(triplet, str) else []
+        if len(parts) != 3:
+            raise DataError(f"{path}: data_files has {triplet!r}, expected 'path,modality,type'")
+        name = parts[0].rsplit("/", 1)[-1]
+        if name in wanted:
+            files[name] = read_table(locate(parts[0], path.parent)), parts[2]
+    missing = [entry.name for entry in task.conditions if entry.name not in files]
+    if task.chat or task.name == "textlm":
+        missing = [entry.name for entry in task.targets if entry.name not in files]
+    if missing:
+        raise DataError(
+            f"{path}: task {task.name} needs {', '.join(missing)} among its data_files; it has {', '.join(files)}"
+        )
+    return {entry.name: _source(path, entry, files) for entry in task.entries if entry.name in files}
+
+
+def _source(path: Path, entry: Entry, files: Mapping[str, tuple[Table, str]]) -> Source:
+    table, kind = files[entry.name]
+    if entry.modality == "spk" and kind == "text":
+        if "wav.scp" not in files or files["wav.scp"][1] != "kaldi_ark":
+            raise DataError(
+                f"{path}: {entry.name} names speakers, so a wav.scp of type kaldi_ark is needed to take their prompts from; "
+                f"or give {entry.name} itself as kaldi_ark"
+            )
+        return SpeakerSource(table, CodesSource(files["wav.scp"][0], path.parent))
+    expected = "kaldi_ark" if entry.modality == "spk" else entry.kind
+    if kind != expected:
+        raise DataError(f"{path}: {entry.name} is of type {kind}, expected {expected}")
+    if kind == "text":
+        return TextSource(table)
+    return (CodesSource if kind == "kaldi_ark" else DialogueSource)(table, path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. DataError, naming the file and the line, for anything else."""
+    try:
+        data = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: holds a {type(data).__name__}, expected an object")
+    return data
+
+
+def read_utterances(
+    data: DataJson,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    facts: Facts,
+    *,
+    seed: int = 0,
+    keys: Iterable[str] | None = None,
+    inference_last_segment: bool = False,
+    prompt_frames: int = 0,
+) -> Iterator[Utterance | tuple[str, DataError]]:
+    """Utterances one by one; a pair (key, error) stands for one that cannot be read.
+
+    Args:
+        seed: of the choice of speaker prompts. Each example begins with it anew, as ESPnet's do from the second one on.
+        keys: those of ``data.keys`` that are wanted, in this order; None is all.
+        prompt_frames: see ``opuslm_utterance``.
+    """
+    for key in data.keys if keys is None else keys:
+        uid = key.removeprefix(f"{data.task.name}_")
+        rng = random.Random(seed)
+        try:
+            entries = data.load(uid, rng)
+            rows = opuslm_sequence(layout, tokenizer, data.task, entries, facts, rng)
+            info = {"uid": uid, "texts": {name: value for name, value in entries.items() if isinstance(value, str)}}
+            yield opuslm_utterance(
+                layout,
+                rows,
+                data.task,
+                key=key,
+                inference_last_segment=inference_last_segment,
+                prompt_frames=prompt_frames,
+                info=info,
+            )
+        except DataError as error:
+            yield key, DataError(f"{key}: {error}")

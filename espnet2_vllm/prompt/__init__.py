@@ -1,0 +1,1 @@
+"""From what users write (messages, Kaldi entries) to the rows that a checkpoint was trained on."""

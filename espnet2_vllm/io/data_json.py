@@ -152,11 +152,11 @@ class DataJson:
         return entries
 
 
-def open_data_json(path: Path) -> DataJson:
+def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
     """Reads ``path`` and the files it names, but no ark and no dialogue yet.
 
-    Files are looked up from the working directory, as ESPnet does, then from the folder of ``path``. Entries are known by
-    the names of their files. The files of targets may be missing.
+    Files are looked up from the working directory, as ESPnet does, then from ``base_dir`` (the folder of ``path``). Entries
+    are known by the names of their files. The files of targets may be missing.
 
     Raises:
         DataError: naming the file, for one that is missing or damaged, without examples, of an unknown task, or without a
@@ -177,10 +177,10 @@ def open_data_json(path: Path) -> DataJson:
     if twice:
         raise DataError(f"{path}: examples come twice: {', '.join(twice[:5])}")
     task = find_task(data["task"], str(path))
-    return DataJson(path, task, tuple(examples), _sources(path, task, data["data_files"]))
+    return DataJson(path, task, tuple(examples), _sources(path, task, data["data_files"], base_dir or path.parent))
 
 
-def _sources(path: Path, task: Task, triplets: Iterable[Any]) -> dict[str, Source]:
+def _sources(path: Path, task: Task, triplets: Iterable[Any], base_dir: Path) -> dict[str, Source]:
     files: dict[str, tuple[Table, str]] = {}
     wanted = {entry.name for entry in task.entries} | {"wav.scp"}
     for triplet in triplets:
@@ -189,7 +189,7 @@ def _sources(path: Path, task: Task, triplets: Iterable[Any]) -> dict[str, Sourc
             raise DataError(f"{path}: data_files has {triplet!r}, expected 'path,modality,type'")
         name = parts[0].rsplit("/", 1)[-1]
         if name in wanted:
-            files[name] = read_table(locate(parts[0], path.parent)), parts[2]
+            files[name] = read_table(locate(parts[0], base_dir)), parts[2]
     missing = [entry.name for entry in task.conditions if entry.name not in files]
     if task.chat or task.name == "textlm":
         missing = [entry.name for entry in task.targets if entry.name not in files]
@@ -197,10 +197,10 @@ def _sources(path: Path, task: Task, triplets: Iterable[Any]) -> dict[str, Sourc
         raise DataError(
             f"{path}: task {task.name} needs {', '.join(missing)} among its data_files; it has {', '.join(files)}"
         )
-    return {entry.name: _source(path, entry, files) for entry in task.entries if entry.name in files}
+    return {entry.name: _source(path, entry, files, base_dir) for entry in task.entries if entry.name in files}
 
 
-def _source(path: Path, entry: Entry, files: Mapping[str, tuple[Table, str]]) -> Source:
+def _source(path: Path, entry: Entry, files: Mapping[str, tuple[Table, str]], base_dir: Path) -> Source:
     table, kind = files[entry.name]
     if entry.modality == "spk" and kind == "text":
         if "wav.scp" not in files or files["wav.scp"][1] != "kaldi_ark":
@@ -208,13 +208,13 @@ def _source(path: Path, entry: Entry, files: Mapping[str, tuple[Table, str]]) ->
                 f"{path}: {entry.name} names speakers, so a wav.scp of type kaldi_ark is needed to take their prompts from; "
                 f"or give {entry.name} itself as kaldi_ark"
             )
-        return SpeakerSource(table, CodesSource(files["wav.scp"][0], path.parent))
+        return SpeakerSource(table, CodesSource(files["wav.scp"][0], base_dir))
     expected = "kaldi_ark" if entry.modality == "spk" else entry.kind
     if kind != expected:
         raise DataError(f"{path}: {entry.name} is of type {kind}, expected {expected}")
     if kind == "text":
         return TextSource(table)
-    return (CodesSource if kind == "kaldi_ark" else DialogueSource)(table, path.parent)
+    return (CodesSource if kind == "kaldi_ark" else DialogueSource)(table, base_dir)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def load(
     description: CodecDescription, *, device: str, base_dir: Path | None, state_dict: Mapping[str, Any] | None
 ) -> EspnetCodec:
     """See ``espnet2_vllm.codec.load_codec``."""
-    config, checkpoint = _find_files(description, base_dir, weights_needed=state_dict is None)
+    config, checkpoint = find_files(description, base_dir, weights_needed=state_dict is None)
     weights, source = (state_dict, "the checkpoint's own codec weights")
     if weights is None:
         weights, source = _read_weights(checkpoint), str(checkpoint)
@@ -81,7 +81,7 @@ def load(
     return EspnetCodec(model, description.num_codebooks, device)
 
 
-def _find_files(
+def find_files(
     description: CodecDescription, base_dir: Path | None, *, weights_needed: bool
 ) -> tuple[Path, Path | None]:
     """(config.yaml, .pth); the latter None where the caller brings the weights."""
@@ -93,12 +93,12 @@ def _find_files(
             raise CheckpointError(f"codec {config} comes without weights: checkpoint_path is not given")
         return config, locate_file(description.checkpoint_path, base_dir=base_dir, what="codec checkpoint_path")
     package = locate_directory(
-        description.path, base_dir=base_dir, what="ESPnet codec", other_caches=_model_zoo_caches()
+        description.path, base_dir=base_dir, what="ESPnet codec", other_caches=model_zoo_caches()
     )
     return _package_files(package, weights_needed=weights_needed)
 
 
-def _model_zoo_caches() -> list[Path]:
+def model_zoo_caches() -> list[Path]:
     """espnet_model_zoo keeps hub snapshots inside its own package directory, not in the hub cache."""
     spec = importlib.util.find_spec("espnet_model_zoo")
     return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []

@@ -15,10 +15,19 @@ def locate_file(name: str, *, base_dir: Path | None, what: str) -> Path:
     raise CheckpointError(f"{what} {name!r} not found: looked for a file at {_listed(places)}")
 
 
-def locate_directory(name: str, *, base_dir: Path | None, what: str, other_caches: Sequence[Path] = ()) -> Path:
+def locate_directory(
+    name: str,
+    *,
+    base_dir: Path | None,
+    what: str,
+    other_caches: Sequence[Path] = (),
+    revision: str | None = None,
+    include: Sequence[str] = (),
+) -> Path:
     """The directory ``name``: under ``base_dir``, as it stands, or a hub tag in the local caches.
 
-    ``other_caches``: cache directories in hub layout beside the standard one. Nothing is downloaded: a decoding job
+    ``other_caches``: cache directories in hub layout beside the standard one. ``revision``: of the hub tag.
+    ``include``: patterns of the files that are needed of it; none given means all. Nothing is downloaded: a decoding job
     that fetches gigabytes, or hangs on a node without network, is worse than one that says what it lacks.
     Raises CheckpointError with every place looked at.
     """
@@ -32,7 +41,15 @@ def locate_directory(name: str, *, base_dir: Path | None, what: str, other_cache
     caches = [Path(constants.HF_HUB_CACHE), *other_caches]
     for cache in caches:
         try:
-            return Path(snapshot_download(name, local_files_only=True, cache_dir=cache))
+            return Path(
+                snapshot_download(
+                    name,
+                    local_files_only=True,
+                    cache_dir=cache,
+                    revision=revision,
+                    allow_patterns=list(include) or None,
+                )
+            )
         except HFValidationError:
             caches = []
             break
@@ -42,9 +59,14 @@ def locate_directory(name: str, *, base_dir: Path | None, what: str, other_cache
         raise CheckpointError(f"{what} {name!r} not found: looked for a directory at {_listed(places)}")
     raise CheckpointError(
         f"{what} {name!r} not found: looked for a directory at {_listed(places)}, and for the hub tag {name!r} in the "
-        f"local cache at {_listed(caches)}. Nothing is downloaded while decoding: run `hf download {name}` on a "
-        "machine with network (HF_HOME names the cache), or name the directory of a copy"
+        f"local cache at {_listed(caches)}. Nothing is downloaded while decoding: run `{_download(name, revision, include)}` "
+        "on a machine with network (HF_HOME names the cache), or name the directory of a copy"
     )
+
+
+def _download(name: str, revision: str | None, include: Sequence[str]) -> str:
+    words = ["hf download", name, *([f"--revision {revision}"] if revision else [])]
+    return " ".join([*words, *(f"--include '{pattern}'" for pattern in include)])
 
 
 def _places(name: str, base_dir: Path | None) -> list[Path]:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from espnet2_vllm.codec.espnet import _model_zoo_caches
+from espnet2_vllm.codec.espnet import model_zoo_caches
 from espnet2_vllm.codec.locate import locate_directory, locate_file
 from espnet2_vllm.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def test_hub_tag_is_found_in_the_hub_cache_or_in_espnet_model_zoos(tmp_path, mon
     (zoo / "__init__.py").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     snapshot = make_snapshot(zoo, "someone", "other")
-    caches = _model_zoo_caches()
+    caches = model_zoo_caches()
     assert caches == [zoo]
     assert locate_directory("someone/other", base_dir=None, what="codec", other_caches=caches) == snapshot
     with pytest.raises(CheckpointError, match=f"local cache at {tmp_path}/hub and {zoo}.*hf download someone/third"):

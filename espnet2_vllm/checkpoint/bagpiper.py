@@ -1,0 +1,189 @@
+"""Bagpiper: ESPnet's new-style SpeechLM, ``train.yaml`` and one strict state dict that holds the codec as well.
+
+Source: espnet2/speechlm/model/speechlm/speechlm_job.py, lm/parallel.py, multimodal_io/{text,audio}.py.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..codec import codec_from_discrete_audio
+from ..codec.locate import locate_directory
+from ..errors import CheckpointError
+from ..layout import NUM_SPECIALS, Layout, Span, bagpiper_offsets
+from .codecs import espnet_codec_in_checkpoint, xcodec_part
+from .describe import (
+    CodecPart,
+    ContinuousAudioPart,
+    Description,
+    check_dtype,
+    find_backbone,
+    find_tokenizer,
+    tokenizer_files,
+)
+from .expected import continuous_audio_shapes, encoder_config, read_hf_config
+from .sources import Source, require
+
+_CODECS = {"xcodec": xcodec_part, "espnet": espnet_codec_in_checkpoint}
+_DISCRETE = ("text", "discrete_audio")
+_CONTINUOUS = "continuous_audio"
+_ENCODER_DTYPE = "bfloat16"  # default of ContinuousAudioIO
+
+
+def describe(source: Source, *, vocab_order: str = "name") -> Description:
+    """The description of a Bagpiper checkpoint.
+
+    ``vocab_order``: ``name`` or ``yaml``, see ``layout.bagpiper_offsets``.
+    """
+    arguments, where = source.arguments, source.train_config
+    ios = _check_supported(arguments, where)
+    name = require(arguments, "model.model_hf_tag", str, where)
+    directory, backbone = find_backbone(source, name, "model.model_hf_tag")
+    tokenizer_name = require(arguments, "multimodal_io.text.tokenizer_name", str, where)
+    tokenizer = find_tokenizer(source, tokenizer_name, "multimodal_io.text.tokenizer_name")
+    text_size = _text_size(backbone, tokenizer, tokenizer_name, name, where)
+    description = codec_from_discrete_audio(ios["discrete_audio"], where=f"{where}: multimodal_io.discrete_audio")
+    codec, stream_sizes = _CODECS[description.kind](description, source.base_dir)
+    layout = _layout(ios, text_size, stream_sizes, vocab_order, where)
+    continuous = _continuous(source, ios[_CONTINUOUS], backbone.hidden_size) if _CONTINUOUS in ios else None
+    conf = arguments["model"].get("model_conf") or {}
+    dtype_key = "dtype" if "dtype" in conf else "torch_dtype"
+    return Description(
+        source=source,
+        layout=layout,
+        vocabulary=_sum(text_size, stream_sizes, layout),
+        backbone=backbone,
+        backbone_dir=directory,
+        tokenizer_dir=tokenizer,
+        body_dtype=check_dtype(conf.get(dtype_key), f"model.model_conf.{dtype_key}", where, backbone),
+        body_dtype_key=f"model.model_conf.{dtype_key}",
+        stream_rows_spare=False,
+        preprocessor=_preprocessor(arguments, ios, where),
+        codec=codec,
+        continuous_audio=continuous,
+        files=_files(directory, tokenizer, codec, continuous),
+        notes=_missing_encoder(continuous),
+    )
+
+
+def _check_supported(arguments: Mapping[str, Any], where: Path) -> Mapping[str, Mapping[str, Any]]:
+    """The IOs of the yaml, after everything that would need other code has been refused."""
+    if arguments.get("job_type", "speechlm") != "speechlm":
+        raise CheckpointError(f"{where}: job_type is {arguments['job_type']!r}, expected 'speechlm'")
+    if require(arguments, "model.model_choice", str, where) != "parallel":
+        raise CheckpointError(
+            f"{where}: model.model_choice is {arguments['model']['model_choice']!r}; only 'parallel' is supported"
+        )
+    ios = require(arguments, "multimodal_io", Mapping, where)
+    for name in ios:
+        if name not in (*_DISCRETE, _CONTINUOUS):
+            raise CheckpointError(
+                f"{where}: multimodal_io.{name} is not supported; known are {', '.join((*_DISCRETE, _CONTINUOUS))}"
+            )
+    for name in _DISCRETE:
+        require(arguments, f"multimodal_io.{name}", Mapping, where)
+    audio = ios["discrete_audio"]
+    if audio.get("ssl_choice") is not None:
+        raise CheckpointError(
+            f"{where}: multimodal_io.discrete_audio.ssl_choice is {audio['ssl_choice']!r}; a Bagpiper model with SSL units "
+            "beside the codec is not supported"
+        )
+    if audio.get("delay_interleave", False) is not True:
+        raise CheckpointError(
+            f"{where}: multimodal_io.discrete_audio.delay_interleave is {audio.get('delay_interleave', False)!r}; only "
+            "models with delayed streams (true) are supported"
+        )
+    return ios
+
+
+def _text_size(backbone: Any, tokenizer: Path, tokenizer_name: str, name: str, where: Path) -> int:
+    """ESPnet sizes the text vocabulary by the configuration beside the tokenizer and demands the backbone's size."""
+    size = read_hf_config(tokenizer, f"multimodal_io.text.tokenizer_name of {where.name}").vocab_size
+    if size != backbone.vocab_size:
+        raise CheckpointError(
+            f"{where}: the vocabulary of the tokenizer {tokenizer_name!r} has {size} ids, that of the backbone {name!r} "
+            f"{backbone.vocab_size}; ESPnet refuses such a pair, so one of the two names is wrong"
+        )
+    return size
+
+
+def _layout(ios: Mapping[str, Any], text_size: int, stream_sizes: list[int], vocab_order: str, where: Path) -> Layout:
+    sizes = {"text": text_size, "discrete_audio": sum(stream_sizes)}
+    offsets = bagpiper_offsets(
+        {name: sizes[name] for name in ios if name in sizes}, vocab_order=vocab_order, source=str(where)
+    )
+    text, audio = offsets["text"], offsets["discrete_audio"]
+    plain = Layout.bagpiper(text_size, stream_sizes)
+    shift = audio - plain.streams[0].start
+    return dataclasses.replace(
+        plain,
+        text=Span(text, text + text_size),
+        streams=tuple(Span(span.start + shift, span.stop + shift) for span in plain.streams),
+    )
+
+
+def _sum(text_size: int, stream_sizes: list[int], layout: Layout) -> str:
+    return (
+        f"{NUM_SPECIALS} special + {text_size} text + {len(stream_sizes)} streams x {stream_sizes[0]} audio "
+        f"= {layout.vocab_size} ids"
+    )
+
+
+def _preprocessor(arguments: Mapping[str, Any], ios: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    facts = {key: require(arguments, f"preprocessor.{key}", str, where) for key in ("audio_input", "audio_output")}
+    for key, io in facts.items():
+        if io not in ios:
+            raise CheckpointError(f"{where}: preprocessor.{key} is {io!r}, which multimodal_io does not have")
+    if facts["audio_output"] != "discrete_audio":
+        raise CheckpointError(
+            f"{where}: preprocessor.audio_output is {facts['audio_output']!r}, expected 'discrete_audio'"
+        )
+    return facts
+
+
+def _continuous(source: Source, block: Mapping[str, Any], hidden_size: int) -> ContinuousAudioPart:
+    where = f"{source.train_config}: multimodal_io.{_CONTINUOUS}"
+    if block.get("encoder_choice", "huggingface") != "huggingface":
+        raise CheckpointError(f"{where}.encoder_choice is {block['encoder_choice']!r}; only 'huggingface' is supported")
+    tag = require(block, "encoder_hf_model_tag", str, where)
+    dtype = check_dtype(block.get("dtype", _ENCODER_DTYPE), f"{_CONTINUOUS}.dtype", source.train_config)
+    facts = {"encoder": tag, "dtype": dtype, "weights": f"{_CONTINUOUS}/model.safetensors"}
+    directory = _encoder_folder(tag, source.base_dir)
+    if directory is None:
+        return ContinuousAudioPart(facts | {"config": None, "preprocessor_config": None}, dtype=dtype)
+    audio = encoder_config(read_hf_config(directory, where))
+    copies = {f"{_CONTINUOUS}/config.json": directory / "config.json"}
+    preprocessor = directory / "preprocessor_config.json"
+    if preprocessor.is_file():
+        copies[f"{_CONTINUOUS}/preprocessor_config.json"] = preprocessor
+    facts |= {"config": f"{_CONTINUOUS}/config.json"}
+    facts |= {"preprocessor_config": f"{_CONTINUOUS}/{preprocessor.name}" if preprocessor.is_file() else None}
+    return ContinuousAudioPart(facts, copies, continuous_audio_shapes(audio, hidden_size), dtype)
+
+
+def _encoder_folder(tag: str, base_dir: Path) -> Path | None:
+    """None where only the weights are at hand: all but continuous audio input works without its configuration."""
+    try:
+        return locate_directory(
+            tag, base_dir=base_dir, what="audio encoder", include=("config.json", "preprocessor_config.json")
+        )
+    except CheckpointError:
+        return None
+
+
+def _missing_encoder(continuous: ContinuousAudioPart | None) -> tuple[str, ...]:
+    if continuous is None or continuous.shapes is not None:
+        return ()
+    tag = continuous.facts["encoder"]
+    return (
+        f"the configuration of the audio encoder {tag} is not on this machine, so its tensors were kept unchecked and "
+        f"continuous audio input will be refused; `hf download {tag} config.json preprocessor_config.json` and convert again",
+    )
+
+
+def _files(
+    backbone: Path, tokenizer: Path, codec: CodecPart, continuous: ContinuousAudioPart | None
+) -> tuple[Path, ...]:
+    copies = [*codec.copies.values(), *(continuous.copies.values() if continuous else ())]
+    return (backbone / "config.json", *tokenizer_files(tokenizer), *copies)

@@ -1,0 +1,104 @@
+"""A converted directory, opened."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..codec import CodecDescription
+from ..errors import CheckpointError
+from ..layout import Layout
+from .conversion import FORMAT_VERSION, check_family
+from .sources import DESCRIPTION_FILE
+from .writing import FORMAT
+
+_KEYS = ("layout", "preprocessor", "codec", "continuous_audio", "max_rows", "source", "tensors", "files")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A converted directory.
+
+    Attributes:
+        path: the directory: what vLLM and transformers are given.
+        layout: vocabulary and streams.
+        codec: None where the checkpoint names none (an OpusLM training directory): the decoding yaml must.
+        preprocessor: facts for the prompt. OpusLM: speaker_prompt_length (frames), pad_speaker_prompt, n_ctx (rows),
+            subword_model. Bagpiper: audio_input, audio_output (names of IOs).
+        continuous_audio: encoder of user audio (encoder, dtype, weights, config, preprocessor_config: files below
+            ``path`` or None), or None.
+        max_rows: rows of a sequence at most, prompt included (max_position_embeddings).
+        source: what it was converted from (train_config, model_file, vocab_order, converter).
+    """
+
+    path: Path
+    layout: Layout
+    codec: CodecDescription | None
+    preprocessor: Mapping[str, Any]
+    continuous_audio: Mapping[str, Any] | None
+    max_rows: int
+    source: Mapping[str, Any]
+
+    @property
+    def family(self) -> str:
+        return self.layout.family
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def codec_base(self) -> Path:
+        """Folder that relative paths in ``codec`` count from."""
+        return self.path
+
+
+def is_converted(directory: str | Path) -> bool:
+    return (Path(directory) / DESCRIPTION_FILE).is_file()
+
+
+def read_description(directory: Path) -> dict[str, Any]:
+    """speechlm.json. CheckpointError if it is missing, damaged or of another version."""
+    path = directory / DESCRIPTION_FILE
+    if not directory.is_dir():
+        raise CheckpointError(f"no such converted directory: {directory}")
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} is no converted directory: it has no {DESCRIPTION_FILE}; run espnet2-vllm convert"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; convert the checkpoint again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the description of a converted directory; expected format {FORMAT!r}")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {content.get('format_version')}, this package reads {FORMAT_VERSION}; convert again"
+        )
+    missing = [key for key in _KEYS if key not in content]
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}; convert the checkpoint again")
+    return content
+
+
+def open_checkpoint(directory: str | Path, *, family: str | None = None) -> Checkpoint:
+    """Open what ``espnet2-vllm convert`` wrote; its small files only.
+
+    Raises CheckpointError: no converted directory, another version, or another family than ``family``.
+    """
+    directory = Path(directory)
+    content = read_description(directory)
+    layout = Layout.from_dict(content["layout"])
+    check_family(layout.family, family, directory)
+    codec = content["codec"]
+    return Checkpoint(
+        path=directory.absolute(),
+        layout=layout,
+        codec=None if codec is None else CodecDescription.from_dict(codec),
+        preprocessor=content["preprocessor"],
+        continuous_audio=content["continuous_audio"],
+        max_rows=content["max_rows"],
+        source=content["source"],
+    )

@@ -1,0 +1,140 @@
+"""Writing a converted directory: shards one after the other, into a folder that appears under its name when complete."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .plan import Entry
+from .sources import DESCRIPTION_FILE
+from .tensors import TensorSource
+
+FORMAT = "espnet2_vllm checkpoint"
+INDEX = "model.safetensors.index.json"
+_METADATA = {"format": "pt"}  # what transformers asks of a safetensors file
+
+log = logging.getLogger(__name__)
+
+
+def split_into_shards(entries: Sequence[Entry], shard_size: int) -> list[list[Entry]]:
+    """In order, each shard at most ``shard_size`` bytes unless a single tensor is larger."""
+    shards: list[list[Entry]] = []
+    room = -1
+    for entry in entries:
+        size = entry.spec.nbytes
+        if size > room:
+            shards.append([])
+            room = shard_size
+        shards[-1].append(entry)
+        room -= size
+    return shards
+
+
+def write_shards(entries: Sequence[Entry], source: TensorSource, folder: Path, shard_size: int) -> None:
+    """Write the language model: ``model-0000k-of-0000n.safetensors`` and their index.
+
+    At most one shard and one tensor are in memory at a time.
+    """
+    shards = split_into_shards(entries, shard_size)
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(shard, source, folder / name)
+        weight_map |= {entry.name: name for entry in shard}
+        log.info("shard %d of %d: %d tensors", number, len(shards), len(shard))
+    total = sum(entry.spec.nbytes for entry in entries)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) -> None:
+    """One file: safetensors, or torch's format for a ``.pth`` (which is what ESPnet's codecs are read from)."""
+    tensors = {}
+    for entry in entries:
+        tensor = entry.load(source)
+        assert tuple(tensor.shape) == entry.spec.shape, f"{entry.source}: {tuple(tensor.shape)}, planned {entry.spec}"
+        tensors[entry.name] = tensor
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".pth":
+        import torch
+
+        torch.save(tensors, path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(tensors, path, metadata=_METADATA)
+        path.chmod(_file_mode())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_files(copies: Mapping[str, Path], folder: Path) -> None:
+    """``copies``: path below ``folder`` -> file. Contents only: sources are often read-only, their copies must not be."""
+    for name, path in copies.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+@contextlib.contextmanager
+def appearing(target: Path, nbytes: int) -> Iterator[Path]:
+    """A new folder beside ``target`` that takes its name when the block ends, and vanishes if the block fails.
+
+    Another process sees ``target`` complete or not at all. A ``target`` that is a converted directory itself is replaced.
+    Raises CheckpointError: ``target`` is something else, or ``nbytes`` do not fit on its disk.
+    """
+    check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if nbytes > free:
+        raise CheckpointError(
+            f"{target} needs {nbytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {target.parent}"
+        )
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        folder.chmod(0o777 & ~_umask())
+        yield folder
+        _take_place(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise CheckpointError if ``target`` exists and is neither empty nor a converted directory."""
+    if not target.exists() or (target / DESCRIPTION_FILE).is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise CheckpointError(
+            f"{target} exists and is not a converted directory; it is left alone: choose another name"
+        )
+
+
+def _take_place(folder: Path, target: Path) -> None:
+    try:
+        os.rename(folder, target)  # also over an empty folder
+    except OSError:
+        # Whatever stands there now is ours (checked before) or was put there meanwhile by a process doing the same.
+        check_replaceable(target)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+        try:
+            os.rename(target, aside / target.name)
+            os.rename(folder, target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _file_mode() -> int:
+    return 0o666 & ~_umask()

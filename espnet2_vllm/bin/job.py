@@ -1,0 +1,237 @@
+"""One decoding job: utterances in, results on disk, an outcome for every key."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpeechLMError
+from ..io.journal import Record, digest
+from ..io.results import Draft, ResultWriter, Speech
+from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
+
+if TYPE_CHECKING:
+    from ..backends import Engine
+    from ..decoding import DecodingConfig
+
+log = logging.getLogger(__name__)
+
+Item = Utterance | tuple[str, SpeechLMError]
+_STORED_TOGETHER = 16  # results whose waveforms one call of the codec makes, at most
+_BACKLOG = 64  # results that may wait for their waveforms before the engine waits for them
+_LOG_SECONDS = 30.0  # between two lines of progress where there is no terminal
+_NAMED_FAILURES = 20  # refused keys that the last lines name
+
+
+@dataclass
+class Tally:
+    """What became of the utterances of a job."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    taken_over: int = 0
+    rows: int = 0
+    audio_seconds: float = 0.0
+    refused: dict[str, str] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, record: Record, *, taken_over: bool = False) -> None:
+        self.outcomes[record.outcome] += 1
+        if record.outcome == REFUSED:
+            self.refused[record.key] = record.reason
+        if taken_over:
+            self.taken_over += 1
+        else:
+            self.rows += record.rows
+            self.audio_seconds += record.audio_seconds
+
+    @property
+    def total(self) -> int:
+        return sum(self.outcomes.values())
+
+    def summary(self, seconds: float) -> str:
+        """Counts by outcome, rows a second, and seconds of decoding for one second of generated audio."""
+        counts = ", ".join(
+            f"{self.outcomes[name]} {name}" for name in (OK, LENGTH, NO_AUDIO, REFUSED) if self.outcomes[name]
+        )
+        parts = [f"{self.total} utterances: {counts or 'none'}"]
+        if self.taken_over:
+            parts.append(f"{self.taken_over} of them taken over from an earlier run")
+        parts.append(f"{self.rows} rows in {seconds:.1f} s ({self.rows / max(seconds, 1e-9):.1f} rows/s)")
+        if self.audio_seconds:
+            parts.append(f"{self.audio_seconds:.1f} s of audio, real time factor {seconds / self.audio_seconds:.3f}")
+        return "; ".join(parts)
+
+
+def run_job(
+    engine: Engine,
+    config: DecodingConfig,
+    writers: Sequence[ResultWriter],
+    items: Iterable[tuple[ResultWriter, Item]],
+    *,
+    speech: Speech | None,
+    seed: int,
+    nbest: int = 1,
+    in_flight: int = 1024,
+    total: int = 0,
+) -> Tally:
+    """Decodes ``items`` and writes everything that ``writers`` have to write.
+
+    What a journal holds already is not decoded again. Waveforms are made and written in a thread of their own, so that the engine
+    does not wait for the codec.
+
+    Args:
+        items: utterances, or (key, error) for those that could not be read, each with the writer of its results.
+        total: number of items, for the progress display.
+
+    Raises:
+        SpeechLMError: what ends the job as a whole. The journals then hold all that was finished.
+    """
+    from ..backends import decode
+
+    tally = Tally()
+    keys: dict[ResultWriter, list[str]] = {writer: [] for writer in writers}
+    begun: dict[str, tuple[ResultWriter, float]] = {}
+
+    def fresh() -> Iterator[Item]:
+        for writer, item in items:
+            key = item.key if isinstance(item, Utterance) else item[0]
+            keys[writer].append(key)
+            if isinstance(item, Utterance) and writer.journal.finished(key, digest(item)):
+                tally.add(writer.journal.records[key], taken_over=True)
+                continue
+            begun[key] = writer, time.monotonic()
+            yield item
+
+    with Progress(total, tally) as progress, Store(speech, tally) as store:
+        results = decode(
+            engine, fresh(), config, seed=seed, nbest=nbest, in_flight=in_flight, on_progress=progress.update
+        )
+        for result in results:
+            writer, since = begun.pop(result.key)
+            store.put(writer, writer.draft(result, time.monotonic() - since))
+    for writer in writers:
+        writer.finish(keys[writer])
+        tally.notes.update(writer.notes)
+    return tally
+
+
+class Store:
+    """Turns drafts into files in the background, several at a time. Leaving the block waits for all of them."""
+
+    def __init__(self, speech: Speech | None, tally: Tally) -> None:
+        self._speech, self._tally = speech, tally
+        self._waiting: deque[tuple[ResultWriter, Draft]] = deque()
+        self._futures: deque[Future] = deque()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="results")
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+        if kind is None:
+            self._collect(0)
+
+    def put(self, writer: ResultWriter, draft: Draft) -> None:
+        """Takes a draft over; raises what went wrong with an earlier one."""
+        self._waiting.append((writer, draft))
+        self._futures.append(self._pool.submit(self._work))
+        self._collect(_BACKLOG)
+
+    def _collect(self, allowed: int) -> None:
+        while self._futures and (len(self._futures) > allowed or self._futures[0].done()):
+            for record in self._futures.popleft().result():
+                self._tally.add(record)
+
+    def _work(self) -> list[Record]:
+        """Runs once for each draft; whichever run comes first takes what has gathered."""
+        batch = []
+        while self._waiting and len(batch) < _STORED_TOGETHER:
+            batch.append(self._waiting.popleft())
+        clips = [clip.codes for _, draft in batch for clip in draft.clips]
+        wavs = iter(self._speech.decode(clips) if clips else ())
+        records = []
+        for writer, draft in batch:
+            record = writer.commit(draft, [next(wavs) for _ in draft.clips])
+            records.append(record)
+            if record.outcome == REFUSED:
+                log.error("%s: refused: %s", record.key, record.reason)
+            elif record.outcome != OK:
+                log.warning("%s: %s: %s", record.key, record.outcome, record.reason)
+        return records
+
+
+class Progress:
+    """A bar on a terminal, a line every half minute in a log."""
+
+    def __init__(self, total: int, tally: Tally) -> None:
+        self._total, self._tally = total, tally
+        self._begun = self._logged = time.monotonic()
+        self._bar: Any = None
+        self._redirect: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
+            self._bar = tqdm(total=self._total or None, unit="utt", dynamic_ncols=True)
+            self._redirect = logging_redirect_tqdm()
+            self._redirect.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._redirect.__exit__(*error)
+            self._bar.close()
+
+    def update(self, results: int, rows: int) -> None:
+        """``results`` and generated ``rows`` so far, without what was taken over."""
+        done = results + self._tally.taken_over
+        speed = rows / max(time.monotonic() - self._begun, 1e-9)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{rows} rows, {speed:.0f} rows/s", refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif time.monotonic() - self._logged >= _LOG_SECONDS:
+            self._logged = time.monotonic()
+            log.info("%d of %d utterances, %d rows, %.1f rows/s", done, self._total, rows, speed)
+
+
+def report(tally: Tally, seconds: float, where: str) -> int:
+    """Logs what came out; returns the exit code: 0 if no utterance was refused, else 1."""
+    for note, count in sorted(tally.notes.items()):
+        if count:
+            log.warning("%d %s", count, note)
+    for key, reason in list(tally.refused.items())[:_NAMED_FAILURES]:
+        log.error("no result for %s: %s", key, reason)
+    if len(tally.refused) > _NAMED_FAILURES:
+        log.error("no result for %d more; the journal names them", len(tally.refused) - _NAMED_FAILURES)
+    log.info("%s; results in %s", tally.summary(seconds), where)
+    return 1 if tally.refused else 0
+
+
+def journal_settings(
+    config: DecodingConfig, *, checkpoint: Mapping[str, Any], backend: str, seed: int, nbest: int
+) -> dict[str, Any]:
+    """Everything that results depend on besides the utterances themselves."""
+    from dataclasses import asdict
+
+    from .. import __version__
+
+    decoding = asdict(config)
+    for name in ("source", "cli", "nproc", "seed", "nbest"):  # where they come from, or how files are laid out
+        del decoding[name]
+    return {
+        "version": __version__,
+        "backend": backend,
+        "checkpoint": dict(checkpoint),
+        "decoding": decoding,
+        "seed": seed,
+        "nbest": nbest,
+    }

@@ -1,0 +1,144 @@
+"""Options that the decoding command lines share: backend, engine, journal, logging."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ConfigError
+
+LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
+BACKENDS = ("vllm", "pytorch")
+# Options of their own for the settings of vLLM that people change most; the rest goes through --engine_option.
+_ENGINE_OPTIONS = ("max_num_seqs", "gpu_memory_utilization", "max_model_len", "enforce_eager")
+_NOT_GIVEN = object()
+
+
+def flag(text: str) -> bool:
+    """``true``/``false`` as ESPnet's ``str2bool`` takes them."""
+    value = text.lower()
+    if value in ("true", "yes", "y", "on", "1"):
+        return True
+    if value in ("false", "no", "n", "off", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def at_least(least: int) -> Any:
+    """Type of a whole number that is not below ``least``."""
+
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return whole
+
+
+def share(text: str) -> float:
+    """Type of a number above 0 and up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0 and up to 1")
+    return value
+
+
+def add(group: Any, name: str, **settings: Any) -> None:
+    """Adds ``--name``, spelled with ``-`` or ``_``; the first spelling is the one that the help shows."""
+    names = list(dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}"]))
+    group.add_argument(*names, **settings)
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> None:
+    """Adds what ESPnet's command lines do not have. ``style``: ``_`` or ``-``, how the help spells names."""
+
+    def option(name: str, **settings: Any) -> None:
+        add(group, name.replace("_", style), **settings)
+
+    group = parser.add_argument_group("backend")
+    option("backend", choices=BACKENDS, default="vllm", help="What runs the model")
+    option(
+        "vocab_order",
+        choices=("name", "yaml"),
+        default="name",
+        help="Order of a Bagpiper vocabulary: by name, or by the keys of the training yaml (checkpoints of older ESPnet)",
+    )
+    option(
+        "device", help="Device of the pytorch backend and of the codec; by default the GPU where there is one to use"
+    )
+    option("max_num_seqs", type=at_least(1), help="vllm: requests in one step at most")
+    option("gpu_memory_utilization", type=share, help="vllm: share of the GPU's memory")
+    option("max_model_len", type=at_least(2), help="vllm: rows of a sequence at most, prompt included")
+    option("enforce_eager", type=flag, nargs="?", const=True, help="vllm: no CUDA graphs")
+    option("engine_option", action="append", default=[], metavar="NAME=VALUE", help="Any other option of the engine")
+    option("in_flight", type=at_least(1), default=1024, help="Utterances handed to the engine at once, at most")
+    group = parser.add_argument_group("journal")
+    option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
+    option("no_resume", dest="resume", action="store_false", help="Decode everything anew")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of the engine: those that were given.
+
+    Raises:
+        ConfigError: for an ``--engine_option`` that is not NAME=VALUE, or comes twice.
+    """
+    import yaml
+
+    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS if getattr(args, name) is not None}
+    for pair in args.engine_option:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--engine_option {pair!r}: expected NAME=VALUE, as in max_num_batched_tokens=8192")
+        if name in options:
+            raise ConfigError(f"--engine_option {pair!r}: {name} is given twice")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--engine_option {pair!r}: the value is not valid yaml: {error}") from error
+    return options
+
+
+def parse_with_given(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, frozenset[str]]:
+    """The arguments, and the names of those that stood on the command line."""
+    args = parser.parse_args(argv)
+    blank = argparse.Namespace(**dict.fromkeys(vars(args), _NOT_GIVEN))
+    # An option with action "append" would be appended to the mark.
+    blank.engine_option = []
+    seen = vars(parser.parse_args(argv, blank))
+    return args, frozenset(name for name, value in seen.items() if value is not _NOT_GIVEN)
+
+
+def set_up_logging(level: str = "INFO") -> None:
+    """Logs to stderr in ESPnet's format."""
+    logging.basicConfig(stream=sys.stderr, level=getattr(logging, level.upper()), format=LOG_FORMAT, force=True)
+
+
+def choose_device(wanted: str | None, *, gpu: bool) -> str:
+    """A torch device: ``wanted``, or the GPU if ``gpu`` and there is one, or the CPU.
+
+    Raises:
+        ConfigError: if ``wanted`` is no device of this machine.
+    """
+    import torch
+
+    if wanted is None:
+        return "cuda" if gpu and torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {wanted}: torch cannot use it here: {str(error).splitlines()[0]}") from error
+    return str(device)

@@ -1,0 +1,389 @@
+#!/usr/bin/env bash
+# The data, decoding and scoring stages of ESPnet's speechlm.sh, with espnet2_vllm as the decoder.
+set -euo pipefail
+
+log() {
+    local fname=${BASH_SOURCE[1]##*/}
+    echo -e "$(date '+%Y-%m-%dT%H:%M:%S') (${fname}:${BASH_LINENO[0]}:${FUNCNAME[1]}) $*"
+}
+die() { # die EXIT-CODE MESSAGE
+    echo -e "$(basename "$0"): $2" 1>&2
+    exit "$1"
+}
+min() { echo $(($1 < $2 ? $1 : $2)); }
+
+SECONDS=0
+template=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd -P)
+
+# General
+stage=1              # First stage to run, by number or name.
+stop_stage=10        # Last stage to run, by number or name.
+skip_data_prep=false # Skip stages 1 to 5.
+skip_eval=false      # Skip stages 9 and 10.
+ngpu=1               # GPUs of a job, with gpu_inference.
+nj=32                # Taken for ESPnet's recipes; formatting here runs as one process.
+inference_nj=        # Jobs of stage 9; empty: see the help.
+gpu_inference=       # true, false, or empty: true where there is an NVIDIA GPU.
+dumpdir=dump         # Where prepared data goes.
+expdir=exp           # Where results go.
+python=python3       # The Python that has espnet2_vllm.
+
+# Data
+family=opuslm        # opuslm (data.json) or bagpiper (dataset.json).
+task=                # Task of the test sets.
+data_name=           # Name of the corpus.
+test_sets=           # Names of directories under data/.
+test_jsons=          # data.json (bagpiper: dataset.json) files to decode; empty: those of stage 5.
+local_data_opts=     # Options for local/data.sh.
+fs=16000             # Sample rate that stage 2 writes, in Hz.
+system_prompt=       # What the system says first in a dialogue, for stage 5.
+
+# Model
+tag=                 # Suffix of the experiment directory.
+train_config=        # opuslm: names the tag, as in ESPnet. bagpiper: the checkpoint's train.yaml.
+speechlm_exp=        # Experiment directory; empty: ${expdir}/speechlm_${tag}.
+inference_model=     # Checkpoint in it; default valid.acc.ave.pth (bagpiper: mp_rank_00_model_states.pt).
+
+# Decoding
+backend=vllm         # vllm or pytorch.
+inference_config=    # Decoding yaml.
+inference_args=      # More options for the decoder; they win over the others.
+inference_tag=       # Suffix of the result directory.
+inference_dir=       # Result directory; empty: ${speechlm_exp}/${inference_tag}.
+nbest=1              # Hypotheses an utterance.
+test_unregistered_specifier= # bagpiper: task:name:dataset.json, several separated by blanks; wins over test_jsons.
+test_registered_specifier=   # bagpiper: task:name out of ESPNET_DATASET_REGISTRY.
+
+# Scoring
+scoring_args=        # Options for the scorer.
+
+# Taken so that a recipe of speechlm.sh runs unchanged; without effect on decoding.
+num_nodes=1 skip_train=true skip_upload=true skip_upload_hf=true skip_upload_hf_data=true
+train_set="" valid_set="" train_jsons="" valid_jsons="" train_args="" token_list_dir="" audio_format=flac.ark
+min_wav_duration=0.1 max_wav_duration=120
+codec_choice=EnCodec codec_checkpoint_path=null codec_config_path=null codec_hf_model_tag=null codec_batch_size=3
+ssl_choice=espnet_hubert ssl_feature_type=wavlm_large ssl_checkpoint_path=null ssl_kmeans_path=null ssl_nlayer=16
+ssl_hf_model_tag=null ssl_batch_bins=4800000 subword_choice=sentencepiece subword_model=
+
+help_message=$(cat <<EOF
+Usage: $(basename "$0") --task TASK --data_name NAME --test_sets "SET..." --speechlm_exp DIR --inference_config YAML [OPTIONS]
+   or: $(basename "$0") --stage inference --test_jsons "data.json..." --speechlm_exp DIR --inference_config YAML [OPTIONS]
+
+Stages, by number or by name:
+  1  data       local/data.sh                              -> data/<set>
+  2  format     recordings as plain wav files              -> ${dumpdir}/audio_raw_<task>_<name>/<set>
+  5  prepare    data.json (bagpiper: dataset.json)         -> ${dumpdir}/raw_<task>_<name>/<set>
+  9  inference  decode every set                           -> <speechlm_exp>/<inference_tag>/<task>_<set>
+ 10  score      word and character error rates, where the results are text
+Options (with their defaults):
+  --stage ${stage}  --stop_stage ${stop_stage}  --skip_data_prep ${skip_data_prep}  --skip_eval ${skip_eval}
+  --python ${python}  --dumpdir ${dumpdir}  --expdir ${expdir}
+Data
+  --family ${family}         opuslm or bagpiper
+  --task, --data_name, --test_sets, --local_data_opts, --fs ${fs}, --system_prompt
+  --test_jsons            the files to decode, in place of those that stage 5 makes
+Model
+  --speechlm_exp          default \${expdir}/speechlm_\${tag}; --tag, --train_config name it as in ESPnet
+  --inference_model       valid.acc.ave.pth; bagpiper: mp_rank_00_model_states.pt
+  --train_config          bagpiper: default <speechlm_exp>/train.yaml
+Decoding
+  --backend ${backend}          vllm or pytorch
+  --inference_config, --inference_args "--option value ...", --nbest ${nbest}
+  --inference_tag, --inference_dir      result directory, named by ESPnet's rules if not given
+  --inference_nj          jobs; default with vllm: one a GPU, or one, as an engine batches by itself; with pytorch: 32
+  --gpu_inference         default: true where there is an NVIDIA GPU;  --ngpu ${ngpu} GPUs a job
+  --test_unregistered_specifier, --test_registered_specifier    bagpiper: what to decode, in ESPnet's form
+Scoring
+  --scoring_args
+Other options of ESPnet's speechlm.sh are taken and have no effect here.
+Exit code: 0 if every utterance has its result, 1 if not, 2 for options that cannot be used.
+EOF
+)
+
+here_or_template() { if [ -r "./$1" ]; then echo "./$1"; else echo "${template}/$1"; fi; }
+
+log "$0 $*"
+. "$(here_or_template utils/parse_options.sh)"
+[ $# -eq 0 ] || die 2 "no positional arguments are taken, got '$*' (--help)"
+# Scripts of ESPnet's tree read variables that may not be set.
+set +u
+. "$(here_or_template path.sh)"
+. "$(here_or_template cmd.sh)"
+set -u
+
+stage_number() { # stage_number OPTION VALUE
+    case "$2" in
+        data) echo 1 ;;
+        format) echo 2 ;;
+        prepare) echo 5 ;;
+        inference | infer | decode) echo 9 ;;
+        score) echo 10 ;;
+        *)
+            [[ $2 =~ ^[0-9]+$ ]] || die 2 "--$1 '$2': expected a number or one of data, format, prepare, inference, score"
+            echo "$((10#$2))"
+            ;;
+    esac
+}
+stage=$(stage_number stage "${stage}")
+stop_stage=$(stage_number stop_stage "${stop_stage}")
+[ "${stage}" -le "${stop_stage}" ] || die 2 "--stage ${stage} comes after --stop_stage ${stop_stage}: nothing would run"
+runs() { [ "${stage}" -le "$1" ] && [ "${stop_stage}" -ge "$1" ]; }
+
+positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || die 2 "--$1 '$2': expected a number of at least 1"; }
+one_of() { # one_of OPTION VALUE ALLOWED...
+    local option=$1 value=$2
+    shift 2
+    case " $* " in *" ${value} "*) ;; *) die 2 "--${option} '${value}': expected one of $*" ;; esac
+}
+needed() { [ -n "$2" ] || die 2 "--$1 is needed for $3"; }
+readable() { [ -r "$2" ] || die 1 "--$1: no such file: $2 (working directory: ${PWD})"; }
+
+one_of family "${family}" opuslm bagpiper
+one_of backend "${backend}" vllm pytorch
+positive nbest "${nbest}"
+positive ngpu "${ngpu}"
+
+case "${family}" in
+    opuslm) json_name=data.json module=espnet2_vllm.bin.speechlm_inference_chat default_model=valid.acc.ave.pth ;;
+    bagpiper) json_name=dataset.json module=espnet2_vllm.bin.inference default_model=mp_rank_00_model_states.pt ;;
+esac
+inference_model=${inference_model:-${default_model}}
+audio_dir=${dumpdir}/audio_raw_${task}_${data_name}
+data_dir=${dumpdir}/raw_${task}_${data_name}
+
+[ -n "${tag}" ] || [ -z "${train_config}" ] || tag=$(basename "${train_config}" .yaml)
+[ -n "${speechlm_exp}" ] || [ -z "${tag}" ] || speechlm_exp=${expdir}/speechlm_${tag}
+
+if [ -z "${inference_tag}" ]; then
+    inference_tag=inference
+    [ -z "${inference_config}" ] || inference_tag=$(basename "${inference_config}" .yaml)
+    # ESPnet's rule, so that results lie where its own recipe looks for them
+    [ -z "${inference_args}" ] || inference_tag+=$(echo "${inference_args}" | sed -e 's/--/_/g' -e 's/[ |=]//g')
+    inference_tag+=_$(echo "${inference_model}" | sed -e 's/\//_/g' -e 's/\.[^.]*$//')
+fi
+result_root=${inference_dir:-${speechlm_exp}/${inference_tag}}
+
+if ! "${skip_data_prep}"; then
+    if runs 1; then
+        log "Stage 1 (data): data/{${test_sets// /,}}"
+        [ -x local/data.sh ] || die 1 "stage data: no local/data.sh in ${PWD}"
+        # shellcheck disable=SC2086
+        local/data.sh ${local_data_opts}
+    fi
+
+    if runs 2 || runs 5; then
+        needed task "${task}" "stages format and prepare"
+        needed data_name "${data_name}" "stages format and prepare"
+        needed test_sets "${test_sets}" "stages format and prepare"
+    fi
+
+    if runs 2; then
+        for dset in ${test_sets}; do
+            if [ "${task}" = audio_to_text ]; then
+                log "Stage 2 (format): data/${dset} -> ${audio_dir}/${dset}"
+                "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" --output-dir "${audio_dir}/${dset}" --fs "${fs}"
+            else
+                log "Stage 2 (format): ${task} reads no recordings: nothing to do for data/${dset}"
+            fi
+        done
+    fi
+
+    if runs 5; then
+        for dset in ${test_sets}; do
+            source_dir=data/${dset}
+            [ "${task}" != audio_to_text ] || source_dir=${audio_dir}/${dset}
+            log "Stage 5 (prepare): ${source_dir} -> ${data_dir}/${dset}/${json_name}"
+            [ -d "${source_dir}" ] || die 1 "stage prepare: no directory ${source_dir}; run stage data (and format) first, or correct --test_sets"
+            "${python}" -m espnet2_vllm.bin.prepare_data --family "${family}" --task "${task}" --data-dir "${source_dir}" \
+                --output-dir "${data_dir}/${dset}" --system-prompt "${system_prompt}"
+        done
+    fi
+else
+    log "Skip the stages for data preparation"
+fi
+
+if [ -z "${test_jsons}" ] && [ -n "${test_sets}" ] && [ -n "${task}" ] && [ -n "${data_name}" ]; then
+    for dset in ${test_sets}; do
+        test_jsons+="${test_jsons:+ }${data_dir}/${dset}/${json_name}"
+    done
+fi
+
+has_gpu() { timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; }
+
+choose_resources() { # sets _cmd, _ngpu and _nj_wanted
+    local gpus
+    gpus=$(has_gpu)
+    if [ -z "${gpu_inference}" ]; then
+        gpu_inference=false
+        [ "${gpus}" -eq 0 ] || gpu_inference=true
+    fi
+    one_of gpu_inference "${gpu_inference}" true false
+    if "${gpu_inference}"; then
+        _cmd=${cuda_cmd:?cmd.sh must set cuda_cmd} _ngpu=${ngpu}
+    else
+        _cmd=${decode_cmd:?cmd.sh must set decode_cmd} _ngpu=0
+    fi
+    if [ -n "${inference_nj}" ]; then
+        positive inference_nj "${inference_nj}"
+        _nj_wanted=${inference_nj}
+    elif [ "${backend}" = vllm ]; then
+        _nj_wanted=1
+        if "${gpu_inference}" && [ "${gpus}" -ge "${ngpu}" ]; then _nj_wanted=$((gpus / ngpu)); fi
+    else
+        _nj_wanted=32
+    fi
+}
+
+show_failed_logs() { # show_failed_logs LOG...
+    local file
+    for file in "$@"; do
+        [ -f "${file}" ] || continue
+        if ! tail -n 1 "${file}" | grep -q 'Ended (code 0)'; then
+            echo "---- the end of ${file}:" 1>&2
+            tail -n 20 "${file}" 1>&2
+        fi
+    done
+}
+
+merge() { # merge DIRECTORY JSON JOB-DIRECTORY...
+    local dir=$1 json=$2
+    shift 2
+    "${python}" -m espnet2_vllm.bin.merge_outputs --family "${family}" --data-json "${json}" --nbest "${nbest}" --output-dir "${dir}" "$@"
+}
+
+decode_opuslm() { # decode_opuslm DATA-JSON
+    local json=$1 name task_name dir logdir jobs job failed=false outputs=()
+    # Called where a failure is expected, so the shell does not stop at one by itself.
+    name=$(basename "$(dirname "${json}")")
+    task_name=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show task) || return 1
+    dir=${result_root}/${task_name}_${name}
+    logdir=${dir}/log
+    mkdir -p "${logdir}" || return 1
+    jobs=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --nj "${_nj_wanted}" --output-dir "${logdir}") || return 1
+    log "Decoding ${json} as ${task_name} with ${jobs} jobs, log: '${logdir}/speechlm_inference.*.log'"
+    # Logs of an earlier run with more jobs would look like this one's.
+    rm -f "${logdir}"/speechlm_inference.*.log
+    # shellcheck disable=SC2086
+    ${_cmd} --gpu "${_ngpu}" JOB=1:"${jobs}" "${logdir}"/speechlm_inference.JOB.log \
+        "${python}" -m "${module}" \
+        --ngpu "${_ngpu}" \
+        --nbest "${nbest}" \
+        --model_file "${speechlm_exp}/${inference_model}" \
+        --train_config "${speechlm_exp}/config.yaml" \
+        --output_dir "${logdir}"/output.JOB \
+        ${inference_config:+--inference_config_file "${inference_config}"} \
+        --data_path_and_name_and_type "${logdir}/split${jobs}/JOB/data.json,_,dataset_json" \
+        --backend "${backend}" \
+        ${inference_args} || failed=true
+    if "${failed}"; then show_failed_logs "${logdir}"/speechlm_inference.*.log; fi
+    for job in $(seq "${jobs}"); do outputs+=("${logdir}/output.${job}"); done
+    # What other jobs finished is merged even if one failed.
+    merge "${dir}" "${json}" "${outputs[@]}" || failed=true
+    if "${failed}"; then
+        log "Decoding ${json} FAILED, see above and ${logdir}/"
+        return 1
+    fi
+    log "Results: ${dir}/"
+}
+
+specifier_of() { # specifier_of DATASET-JSON: task:name:path
+    echo "${task}:$(basename "$(dirname "$1")"):$1"
+}
+
+decode_bagpiper() {
+    local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier json specifier logdir total=0 count jobs job failed=false
+    if [ -n "${test_registered_specifier}" ]; then
+        [ -z "${specifiers}" ] || die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
+        specifiers=${test_registered_specifier} kind=--test-registered-specifier
+    fi
+    if [ -z "${specifiers}" ]; then
+        needed test_jsons "${test_jsons}" "stage inference (or --test_sets with --data_name, or --test_unregistered_specifier)"
+        needed task "${task}" "stage inference"
+        for json in ${test_jsons}; do
+            specifiers+="${specifiers:+ }$(specifier_of "${json}")"
+        done
+    fi
+    if [ "${kind}" = --test-registered-specifier ]; then
+        jobs=${_nj_wanted}
+    else
+        for specifier in ${specifiers}; do
+            IFS=: read -r _ _ json _ <<<"${specifier}"
+            readable test_jsons "${json}"
+            count=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show size)
+            total=$((total + count))
+        done
+        jobs=$(min "${_nj_wanted}" "${total}")
+        [ "${jobs}" -eq "${_nj_wanted}" ] || log "${_nj_wanted} jobs asked for, ${total} utterances to share: ${jobs} jobs"
+    fi
+    logdir=${result_root}/logs${task:+/${task}}
+    mkdir -p "${logdir}"
+    rm -f "${logdir}"/inference.*.log
+    log "Decoding ${specifiers} with ${jobs} jobs, log: '${logdir}/inference.*.log'"
+    # shellcheck disable=SC2086
+    ${_cmd} --gpu "${_ngpu}" JOB=1:"${jobs}" "${logdir}"/inference.JOB.log \
+        "${python}" -m "${module}" \
+        --train-config "${train_config:-${speechlm_exp}/train.yaml}" \
+        --inference-config "${inference_config}" \
+        --model-checkpoint "${speechlm_exp}/${inference_model}" \
+        --output-dir "${result_root}" \
+        "${kind}" "${specifiers}" \
+        --num-workers 1 \
+        --rank JOB \
+        --world-size "${jobs}" \
+        --backend "${backend}" \
+        ${inference_args} || failed=true
+    if "${failed}"; then show_failed_logs "${logdir}"/inference.*.log; fi
+    if [ "${kind}" = --test-unregistered-specifier ]; then
+        for specifier in ${specifiers}; do
+            local task_name name dir outputs=()
+            IFS=: read -r task_name name json _ <<<"${specifier}"
+            dir=${result_root}/${task_name}_${name}
+            for job in $(seq "${jobs}"); do outputs+=("${dir}/inference_rank$((job - 1))"); done
+            merge "${dir}" "${json}" "${outputs[@]}" || failed=true
+            log "Results: ${dir}/"
+        done
+    fi
+    if "${failed}"; then
+        log "Decoding FAILED, see above and ${logdir}/"
+        return 1
+    fi
+}
+
+if ! "${skip_eval}"; then
+    if runs 9; then
+        log "Stage 9 (inference): backend ${backend}, results under ${result_root:-?}"
+        needed speechlm_exp "${speechlm_exp}" "stage inference (or --tag)"
+        readable "inference_model (under --speechlm_exp)" "${speechlm_exp}/${inference_model}"
+        [ -z "${inference_config}" ] || readable inference_config "${inference_config}"
+        _cmd="" _ngpu=0 _nj_wanted=1
+        choose_resources
+        if [ "${family}" = bagpiper ]; then
+            needed inference_config "${inference_config}" "stage inference with --family bagpiper"
+            readable train_config "${train_config:-${speechlm_exp}/train.yaml}"
+            decode_bagpiper
+        else
+            readable "speechlm_exp (its config.yaml)" "${speechlm_exp}/config.yaml"
+            needed test_jsons "${test_jsons}" "stage inference (or --test_sets with --task and --data_name)"
+            code=0
+            for json in ${test_jsons}; do
+                # A set that fails does not keep the others from being decoded.
+                decode_opuslm "${json}" || code=1
+            done
+            [ "${code}" -eq 0 ] || exit 1
+        fi
+    fi
+
+    if runs 10; then
+        needed test_jsons "${test_jsons}" "stage score (or --test_sets with --task and --data_name)"
+        for json in ${test_jsons}; do
+            log "Stage 10 (score): ${json}"
+            # shellcheck disable=SC2086
+            "${python}" -m espnet2_vllm.bin.score_text --family "${family}" --data-json "${json}" \
+                ${task:+--task "${task}"} --results-root "${result_root}" ${scoring_args}
+        done
+    fi
+else
+    log "Skip the stages for decoding and scoring"
+fi
+
+log "Successfully finished. [elapsed=${SECONDS}s]"

@@ -1,0 +1,35 @@
+"""The last lines of run.sh: how many utterances, how long, where the files lie. Exit code 1 if a result is missing."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, required=True)
+    parser.add_argument("--test-sets", required=True)
+    parser.add_argument("results", nargs="+", help="<result root>/<task>, to which _<set> is added")
+    args = parser.parse_args()
+    directories = [Path(f"{root}_{name}") for root in args.results for name in args.test_sets.split()]
+    summaries = [directory / "summary.json" for directory in directories]
+    if not all(path.is_file() for path in summaries):
+        print(f"no results yet (stage inference has not run): {args.seconds} s")
+        return 0
+    total = done = 0
+    print()
+    for directory, path in zip(directories, summaries, strict=True):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        total += summary["utterances"]
+        done += summary["with_results"]
+        audio = f", {summary['audio_seconds']:.1f} s of audio" if summary["audio_seconds"] else ""
+        print(f"{summary['with_results']} of {summary['utterances']} utterances{audio}: {directory.absolute()}")
+    print(
+        f"{done} of {total} utterances in {args.seconds} s; the directories above hold text, wav.scp, results.json and wavs"
+    )
+    return 0 if done == total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# AN4's transcripts through tiny checkpoints of both families: text to audio, and text to text.
+# The weights are random, so the results mean nothing; everything around them is what a released checkpoint takes.
+set -euo pipefail
+
+stage=data            # First stage to run: data, format, prepare, inference, score, or their numbers.
+stop_stage=inference  # Last stage to run.
+runs="opuslm_tts opuslm_dialogue bagpiper_tts bagpiper_dialogue" # What to run, out of these and bagpiper_asr.
+test_sets=all         # Sets to decode: train (5 utterances), test (2) or all (7).
+backend=vllm          # vllm or pytorch.
+inference_nj=1        # Jobs of a run.
+nbest=1               # Hypotheses an utterance.
+inference_args=       # More options for the decoders.
+expdir=exp            # Where checkpoints and results go.
+golden_root=../../../tests/golden # Where the tiny checkpoints lie.
+python=python3        # The Python that has espnet2_vllm.
+
+help_message=$(cat <<EOF
+Usage: ./run.sh [--stage ${stage}] [--stop_stage ${stop_stage}] [--runs "${runs}"]
+  [--test_sets ${test_sets}] [--backend ${backend}] [--inference_nj ${inference_nj}] [--nbest ${nbest}] [--inference_args "..."] [--expdir ${expdir}]
+  [--golden_root ${golden_root}] [--python ${python}]
+For a checkpoint of your own: ./speechlm_vllm.sh --help
+EOF
+)
+. utils/parse_options.sh
+[ $# -eq 0 ] || { echo "$0: no positional arguments are taken, got '$*' (--help)" 1>&2; exit 2; }
+. ./path.sh
+
+copy_checkpoint() { # copy_checkpoint SOURCE TARGET FILE...
+    local source=$1 target=$2 file
+    shift 2
+    mkdir -p "${target}"
+    for file in "$@"; do
+        [ -e "${source}/${file}" ] || { echo "$0: no ${file} in ${source}; --golden_root names the directory of the tiny checkpoints" 1>&2; exit 1; }
+        # A copy, so that what is made beside a checkpoint does not end up among the references of the tests.
+        [ -e "${target}/${file}" ] || cp -rL "${source}/${file}" "${target}/${file}"
+    done
+    chmod -R u+w "${target}"
+}
+
+opuslm() { # opuslm TASK [OPTION...]
+    local task=$1
+    shift
+    copy_checkpoint "${golden_root}/opuslm/tiny-llama" "${expdir}/opuslm_tiny" config.yaml model.pth hf_backbone codec
+    recipe --family opuslm --task "${task}" --speechlm_exp "${expdir}/opuslm_tiny" --inference_model model.pth \
+        --inference_config conf/decode_opuslm.yaml --inference_dir "${expdir}/opuslm_tiny/results" "$@"
+    result_dirs+=("${expdir}/opuslm_tiny/results/${task}")
+}
+
+bagpiper() { # bagpiper TASK CONFIG [OPTION...]
+    local task=$1 config=$2
+    shift 2
+    copy_checkpoint "${golden_root}/bagpiper/qwen3-s8-cb64" "${expdir}/bagpiper_tiny" train.yaml mp_rank_00_model_states.pt backbone codec
+    recipe --family bagpiper --task "${task}" --speechlm_exp "${expdir}/bagpiper_tiny" --inference_config "conf/${config}.yaml" \
+        --inference_dir "${expdir}/bagpiper_tiny/results" "$@"
+    result_dirs+=("${expdir}/bagpiper_tiny/results/${task}")
+}
+
+recipe() {
+    ./speechlm_vllm.sh --stage "${stage}" --stop_stage "${stop_stage}" --data_name mini_an4 --test_sets "${test_sets}" \
+        --backend "${backend}" --inference_nj "${inference_nj}" --nbest "${nbest}" --inference_args "${inference_args}" \
+        --expdir "${expdir}" --python "${python}" "$@"
+    # The corpus is the same for every run.
+    case "${stage}" in data | 1) stage=format ;; esac
+}
+
+SECONDS=0
+result_dirs=()
+system_prompt="repeat what the user says"
+for run in ${runs}; do
+    case "${run}" in
+        opuslm_tts) opuslm codec_ssl_plain_tts ;;
+        opuslm_dialogue) opuslm text_dialogue --system_prompt "${system_prompt}" ;;
+        bagpiper_tts) bagpiper text_to_audio inference_audio ;;
+        bagpiper_dialogue) bagpiper dialogue inference_text --system_prompt "${system_prompt}" ;;
+        bagpiper_asr) bagpiper audio_to_text inference_text ;;
+        *)
+            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, bagpiper_tts, bagpiper_dialogue or bagpiper_asr" 1>&2
+            exit 2
+            ;;
+    esac
+done
+"${python}" local/summary.py --seconds "${SECONDS}" --test-sets "${test_sets}" "${result_dirs[@]}"

@@ -1,0 +1,102 @@
+"""Make plain wav files from a Kaldi data directory: any format, ark, pipe or segment in, mono PCM_16 at one rate out.
+
+ESPnet's ``format_wav_scp.sh`` for what the decoders here read. Other files of the directory are copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.io.keyed import read_keyed, write_keyed
+from espnet2_vllm.io.names import safe_file_name
+
+COPIED = ("text", "utt2spk", "answer")
+
+
+def pieces(data_dir: Path) -> Iterator[tuple[str, str, float, float | None]]:
+    """(utterance, recording's specification, start and end in seconds) of the directory; the end may be open.
+
+    Raises DataError for a line of ``segments`` that is malformed or names no recording.
+    """
+    recordings = read_keyed(data_dir / "wav.scp")
+    if not recordings:
+        raise DataError(f"{data_dir / 'wav.scp'}: 0 recordings; expected at least one line")
+    segments = data_dir / "segments"
+    if not segments.is_file():
+        yield from ((key, spec, 0.0, None) for key, spec in recordings.items())
+        return
+    for key, line in read_keyed(segments).items():
+        fields = line.split()
+        try:
+            recording, start, end = fields[0], float(fields[1]), float(fields[2])
+        except (IndexError, ValueError) as error:
+            raise DataError(f"{segments}: {key}: expected 'utterance recording start end', got {line!r}") from error
+        if recording not in recordings:
+            raise DataError(f"{segments}: {key}: recording {recording!r} is not in wav.scp")
+        if not 0 <= start < end:
+            raise DataError(f"{segments}: {key}: times {start} to {end} s are reversed or negative")
+        yield key, recordings[recording], start, end
+
+
+def format_piece(key: str, spec: str, start: float, end: float | None, rate: int, output: Path) -> None:
+    """Read, cut, resample and write one utterance. Raises DataError."""
+    from espnet2_vllm.audio.reading import first_channel, read_audio, resample
+    from espnet2_vllm.audio.writing import write_wav
+
+    wav, own_rate = read_audio(spec)
+    wav = first_channel(wav)[round(start * own_rate) : None if end is None else round(end * own_rate)]
+    if not len(wav):
+        raise DataError(f"{key}: {start} to {end} s lies outside of the recording {spec}")
+    write_wav(output, resample(wav, own_rate, rate), rate)
+
+
+def format_directory(data_dir: Path, output_dir: Path, rate: int) -> tuple[int, list[str]]:
+    """Format every utterance; returns how many were written and a message for each that was not."""
+    written: dict[str, str] = {}
+    failures = []
+    for key, spec, start, end in pieces(data_dir):
+        output = output_dir / "wav" / safe_file_name(key, ".wav")
+        try:
+            format_piece(key, spec, start, end, rate, output)
+        except DataError as error:
+            failures.append(f"{key}: {error}")
+            continue
+        written[key] = str(output)
+    write_keyed(output_dir / "wav.scp", written)
+    for name in COPIED:
+        if (data_dir / name).is_file():
+            shutil.copyfile(data_dir / name, output_dir / name)
+    return len(written), failures
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="format_audio", description=__doc__)
+    parser.add_argument("--data-dir", type=Path, required=True, help="with wav.scp, and segments if it has them")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--fs", type=int, default=16000, help="sample rate in Hz")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 if every utterance was written, 1 if not, 2 for options that cannot be used."""
+    args = get_parser().parse_args(argv)
+    try:
+        if args.fs < 1:
+            raise ConfigError(f"--fs must be a sample rate in Hz, not {args.fs}")
+        written, failures = format_directory(args.data_dir, args.output_dir, args.fs)
+    except SpeechLMError as error:
+        print(f"format_audio: {error}", file=sys.stderr)
+        return error.exit_code
+    for message in failures:
+        print(f"format_audio: {message}", file=sys.stderr)
+    print(f"{args.output_dir}: {written} of {written + len(failures)} utterances written at {args.fs} Hz")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

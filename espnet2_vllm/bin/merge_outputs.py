@@ -1,0 +1,170 @@
+"""Merge what the jobs of one set wrote, and say whether every utterance is there (stage 9 of ESPnet's recipe)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from espnet2_vllm.bin.split_data import task_of, utterances_of
+from espnet2_vllm.errors import DataError, SpeechLMError
+from espnet2_vllm.io.data_json import read_json
+from espnet2_vllm.io.files import whole_file
+from espnet2_vllm.io.journal import FOLDER as JOURNAL_FOLDER
+from espnet2_vllm.io.keyed import sorted_by_key
+
+DIALOGUE = "dialogue"
+_RANK_FILE = re.compile(r"rank\d+_")
+_SHOWN = 10
+
+
+def merge_lines(inputs: Iterable[Path], output: Path) -> set[str]:
+    """Key files of all jobs -> one with the same lines, sorted as ``LC_ALL=C sort`` does; returns its keys.
+
+    Lines are bytes here: what a model wrote as text stays as it is. Raises DataError for a key of two jobs.
+    """
+    merged: dict[bytes, bytes] = {}
+    for path in inputs:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+        records = {line.split(maxsplit=1)[0]: line for line in lines}
+        if twice := merged.keys() & records.keys():
+            raise DataError(
+                f"{path}: key {min(twice).decode()!r} is in the output of another job as well; remove stale outputs"
+            )
+        merged.update(records)
+    with whole_file(output, binary=True) as file:
+        file.writelines(line + b"\n" for line in sorted(merged.values()))
+    return {key.decode() for key in merged}
+
+
+def merge_json(inputs: Iterable[Path]) -> dict:
+    """JSON objects, or lists of one-key objects, of all jobs -> one dict. Raises DataError for a key of two jobs."""
+    merged: dict = {}
+    for path in inputs:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: cannot be read as JSON: {error}") from error
+        for records in content if isinstance(content, list) else [content]:
+            if twice := merged.keys() & records.keys():
+                raise DataError(
+                    f"{path}: key {min(twice)!r} is in the output of another job as well; remove stale outputs"
+                )
+            merged.update(records)
+    return merged
+
+
+def merge_opuslm(jobs: Sequence[Path], output_dir: Path) -> set[str]:
+    """``output.<job>/<entry>/{<entry>,<entry>_token.scp}`` -> ``output_dir/``; returns every key written.
+
+    ``dialogue/dialogue.json`` of all jobs becomes one valid list (ESPnet concatenates the lines of several lists).
+    """
+    keys: set[str] = set()
+    for name in sorted({entry.name for job in jobs for entry in job.iterdir() if _is_entry(entry)}):
+        folders = [job / name for job in jobs if (job / name).is_dir()]
+        for file_name in (name, f"{name}_token.scp"):
+            inputs = [folder / file_name for folder in folders if (folder / file_name).is_file()]
+            if inputs:
+                written = merge_lines(inputs, output_dir / file_name)
+                keys |= written if file_name == name else set()
+        dialogues = [folder / f"{DIALOGUE}.json" for folder in folders if (folder / f"{DIALOGUE}.json").is_file()]
+        if dialogues:
+            merged = merge_json(dialogues)
+            keys |= merged.keys()
+            with whole_file(output_dir / f"{DIALOGUE}.json") as file:
+                json.dump([{key: value} for key, value in sorted_by_key(merged)], file, indent=4, ensure_ascii=False)
+    return keys
+
+
+def merge_bagpiper(jobs: Sequence[Path], output_dir: Path) -> set[str]:
+    """``inference_rank<r>/results.json`` -> ``output_dir/results.json``; returns its keys."""
+    results = merge_json(job / "results.json" for job in jobs if (job / "results.json").is_file())
+    with whole_file(output_dir / "results.json") as file:
+        json.dump(dict(sorted_by_key(results)), file, indent=4, ensure_ascii=False)
+    return set(results)
+
+
+def missing_opuslm(task: str, ids: Sequence[str], nbest: int, keys: set[str]) -> list[str]:
+    """Utterances without all their results: ``<task>_<id>_sample<k>``, or ``<task>_<id>`` of a dialogue."""
+
+    def complete(key: str) -> bool:
+        name = key if key.startswith(f"{task}_") else f"{task}_{key}"
+        return name in keys if DIALOGUE in task else all(f"{name}_sample{k}" in keys for k in range(nbest))
+
+    return [key for key in ids if not complete(key)]
+
+
+def journalled(jobs: Sequence[Path]) -> dict[str, dict]:
+    """The last line that the journals of the jobs have of every key."""
+    found: dict[str, dict] = {}
+    for path in (job / JOURNAL_FOLDER / "journal.jsonl" for job in jobs):
+        if path.is_file():
+            records = map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:])
+            found.update((record["key"], record) for record in records)
+    return found
+
+
+def report(where: Path, ids: Sequence[str], missing: Sequence[str], ended: Mapping[str, Mapping]) -> None:
+    """``summary.json`` beside the merged files, one line for the set, one for every utterance that is missing (the first few)."""
+    counts = Counter(record["outcome"] for record in ended.values())
+    summary = {
+        "utterances": len(ids),
+        "with_results": len(ids) - len(missing),
+        "outcomes": dict(sorted(counts.items())),
+        "audio_seconds": round(sum(record.get("audio_seconds", 0.0) for record in ended.values()), 2),
+        "missing": list(missing),
+    }
+    with whole_file(where / "summary.json") as file:
+        json.dump(summary, file, indent=4, ensure_ascii=False)
+    how = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    print(f"{where}: {len(ids) - len(missing)} of {len(ids)} utterances have results" + (f" ({how})" if how else ""))
+    for key in missing[:_SHOWN]:
+        record = next((ended[name] for name in ended if name == key or name.endswith(f"_{key}")), None)
+        why = "no job has written an outcome of it" if record is None else f"{record['outcome']}: {record['reason']}"
+        print(f"merge_outputs: {key}: {why}", file=sys.stderr)
+    if len(missing) > _SHOWN:
+        print(f"merge_outputs: and {len(missing) - _SHOWN} more, see {where / 'summary.json'}", file=sys.stderr)
+
+
+def _is_entry(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".") and not _RANK_FILE.match(path.name)
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="merge_outputs", description=__doc__)
+    parser.add_argument("--family", choices=["opuslm", "bagpiper"], required=True)
+    parser.add_argument(
+        "--data-json", type=Path, required=True, metavar="FILE", help="data.json or dataset.json of the set"
+    )
+    parser.add_argument("--nbest", type=int, default=1, help="hypotheses an utterance (opuslm)")
+    parser.add_argument("--output-dir", type=Path, required=True, help="where the merged files go")
+    parser.add_argument("jobs", type=Path, nargs="+", metavar="JOB_DIR", help="output directory of a job")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 if every utterance has its results, 1 if not."""
+    args = get_parser().parse_args(argv)
+    try:
+        description = read_json(args.data_json)
+        ids = utterances_of(args.data_json, description)
+        jobs = [job for job in args.jobs if job.is_dir()]
+        if args.family == "opuslm":
+            keys = merge_opuslm(jobs, args.output_dir)
+            missing = missing_opuslm(task_of(args.data_json, description), ids, args.nbest, keys)
+        else:
+            keys = merge_bagpiper(jobs, args.output_dir)
+            missing = [key for key in ids if key not in keys]
+        report(args.output_dir, ids, missing, journalled(jobs))
+    except SpeechLMError as error:
+        print(f"merge_outputs: {error}", file=sys.stderr)
+        return error.exit_code
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

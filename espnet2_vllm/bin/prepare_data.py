@@ -1,0 +1,163 @@
+"""Make a test set's ``data.json`` (OpusLM) or ``dataset.json`` (Bagpiper) from a Kaldi data directory.
+
+Only what a decoder reads is made: targets are what it produces, so a text-to-speech set needs no audio. Tasks whose
+conditions are discrete audio tokens need ESPnet's own tokenisation (stage 5 of its speechlm.sh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.io.files import whole_file
+from espnet2_vllm.io.keyed import read_keyed, sorted_by_key, write_keyed
+
+
+def opuslm_from_text(args: argparse.Namespace) -> list[str]:
+    """Transcripts as the only entry: plain text-to-speech, text continuation."""
+    text = _texts(args.data_dir)
+    write_keyed(args.output_dir / "index_files" / "text", text)
+    _write_data_json(args, [f"{args.output_dir}/index_files/text,text_bpe,text"], list(text))
+    return list(text)
+
+
+def opuslm_text_dialogue(args: argparse.Namespace) -> list[str]:
+    """One user turn that says the transcript, and the assistant's turn, whose reference is ``answer`` or the transcript."""
+    text = _texts(args.data_dir)
+    answers = _answers(args.data_dir, text)
+    dialogues = {}
+    for key, words in sorted_by_key(text):
+        turns = [["system", "text_bpe", False, args.system_prompt]] if args.system_prompt else []
+        dialogues[key] = [*turns, ["user", "text_bpe", False, words], ["assistant", "text_bpe", True, answers[key]]]
+    pack = args.output_dir / "dialogue.json"
+    _write_json(pack, dialogues)
+    write_keyed(args.output_dir / "index_files" / "dialogue", dict.fromkeys(text, str(pack)))
+    _write_data_json(args, [f"{args.output_dir}/index_files/dialogue,dialogue,dialogue_json"], list(text))
+    return list(text)
+
+
+def bagpiper_text_to_audio(args: argparse.Namespace) -> list[str]:
+    """The user's text; the assistant's audio is what is decoded."""
+    text = _texts(args.data_dir)
+    write_keyed(args.output_dir / "text1", text)
+    _write_dataset_json(args, [("text1", "text1", "text")], list(text))
+    return list(text)
+
+
+def bagpiper_dialogue(args: argparse.Namespace) -> list[str]:
+    """As `opuslm_text_dialogue`; decoding stops reading before the assistant's turn, which is the reference."""
+    text = _texts(args.data_dir)
+    answers = _answers(args.data_dir, text)
+    with whole_file(args.output_dir / "dialogue.jsonl") as file:
+        for key, words in sorted_by_key(text):
+            turns = [["system", "text", args.system_prompt]] if args.system_prompt else []
+            turns += [["user", "text", words], ["assistant", "text", answers[key]]]
+            record = {"example_id": key, "messages": turns}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    _write_dataset_json(args, [("dialogue", "dialogue.jsonl", "dialogue")], list(text))
+    return list(text)
+
+
+def bagpiper_audio_to_text(args: argparse.Namespace) -> list[str]:
+    """The user's audio, from the ``wav.scp`` that stage ``format`` wrote."""
+    recordings = _nonempty(args.data_dir / "wav.scp")
+    write_keyed(args.output_dir / "audio1.scp", recordings)
+    _write_dataset_json(args, [("audio1", "audio1.scp", "kaldi_audio")], list(recordings))
+    return list(recordings)
+
+
+TASKS: dict[str, dict[str, Callable[[argparse.Namespace], list[str]]]] = {
+    "opuslm": {
+        "codec_ssl_plain_tts": opuslm_from_text,
+        "textlm": opuslm_from_text,
+        "text_dialogue": opuslm_text_dialogue,
+    },
+    "bagpiper": {
+        "text_to_audio": bagpiper_text_to_audio,
+        "audio_to_text": bagpiper_audio_to_text,
+        "dialogue": bagpiper_dialogue,
+    },
+}
+
+
+def _texts(data_dir: Path) -> dict[str, str]:
+    """Transcripts of the set. Raises DataError if one is empty: there would be nothing to decode from."""
+    text = _nonempty(data_dir / "text")
+    if empty := [key for key, words in text.items() if not words]:
+        raise DataError(
+            f"{data_dir / 'text'}: {len(empty)} of {len(text)} utterances have no words, the first is {empty[0]!r}; "
+            "remove these lines"
+        )
+    return text
+
+
+def _answers(data_dir: Path, text: Mapping[str, str]) -> Mapping[str, str]:
+    path = data_dir / "answer"
+    if not path.is_file():
+        return text
+    answers = read_keyed(path)
+    if absent := [key for key in text if key not in answers]:
+        raise DataError(f"{path}: no line for {len(absent)} utterances of text, the first is {absent[0]!r}")
+    return answers
+
+
+def _nonempty(path: Path) -> dict[str, str]:
+    records = read_keyed(path)
+    if not records:
+        raise DataError(f"{path}: 0 utterances; expected at least one line")
+    return records
+
+
+def _write_data_json(args: argparse.Namespace, data_files: list[str], ids: list[str]) -> None:
+    ids = sorted(ids, key=lambda key: key.encode("utf-8"))
+    description = {"task": args.task, "vocabularies": [], "data_files": data_files}
+    _write_json(args.output_dir / "data.json", {**description, "num_examples": len(ids), "examples": ids})
+
+
+def _write_dataset_json(args: argparse.Namespace, entries: list[tuple[str, str, str]], ids: list[str]) -> None:
+    folder = args.output_dir.absolute()
+    listed = [{"name": name, "path": str(folder / file), "reader": reader} for name, file, reader in entries]
+    ids = sorted(ids, key=lambda key: key.encode("utf-8"))
+    _write_json(args.output_dir / "dataset.json", {"data_entry": listed, "samples": ids})
+
+
+def _write_json(path: Path, content: Mapping) -> None:
+    with whole_file(path) as file:
+        json.dump(content, file, indent=4, ensure_ascii=False)
+
+
+def get_parser() -> argparse.ArgumentParser:
+    known = "; ".join(f"{family}: {', '.join(tasks)}" for family, tasks in TASKS.items())
+    parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__)
+    parser.add_argument("--family", choices=list(TASKS), required=True)
+    parser.add_argument("--task", required=True, help=known)
+    parser.add_argument("--data-dir", type=Path, required=True, help="with text, and wav.scp for audio_to_text")
+    parser.add_argument("--output-dir", type=Path, required=True, help="its name is the name of the set")
+    parser.add_argument("--system-prompt", default="", help="what the system says first in a dialogue")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints how many utterances the set has. Exit code 1 for data, 2 for options that cannot be used."""
+    args = get_parser().parse_args(argv)
+    try:
+        tasks = TASKS[args.family]
+        if args.task not in tasks:
+            raise ConfigError(
+                f"--task {args.task}: cannot be prepared here for {args.family}; expected one of {', '.join(tasks)}. For other "
+                "tasks give the data.json of ESPnet's own stage 5 (recipe: --test_jsons)"
+            )
+        ids = tasks[args.task](args)
+    except SpeechLMError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{args.output_dir}: {len(ids)} utterances of {args.task}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

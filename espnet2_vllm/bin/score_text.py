@@ -1,0 +1,164 @@
+"""Word and character error rates of decoded text against the references of its set (stage 10 of the recipe).
+
+Every utterance of the set counts: one without a result counts as an empty hypothesis and is reported, so that a decoder
+that lost half of a set cannot look better for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from espnet2_vllm.bin.split_data import entries_of, task_of, utterances_of
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.io.data_json import read_json
+from espnet2_vllm.io.files import whole_file
+from espnet2_vllm.io.keyed import read_keyed
+
+_BAGPIPER_AUDIO_TASKS = ("text_to_audio",)
+
+
+@dataclass(frozen=True)
+class Set:
+    """One decoded set: where its results lie, its references, and its first hypotheses, by utterance."""
+
+    results: Path
+    references: Mapping[str, str]
+    hypotheses: Mapping[str, str]
+
+
+def load_opuslm(data_json: Path, results_root: Path) -> Set | None:
+    """The set of a ``data.json``; None if its results are audio. Raises DataError."""
+    description = read_json(data_json)
+    task, ids = task_of(data_json, description), utterances_of(data_json, description)
+    results = results_root / f"{task}_{data_json.absolute().parent.name}"
+    entries = entries_of(data_json, description)
+    dialogue = next((entry for entry in entries if entry.kind == "dialogue_json"), None)
+    if dialogue is not None:
+        packs = read_keyed(dialogue.path)
+        turns = {key: read_json(Path(packs[key]))[key] for key in ids}
+        references = {key: _last([turn for turn in turns[key] if turn[0] == "assistant"], "text_bpe") for key in ids}
+        written = {key: value for record in _results(results / "dialogue.json") for key, value in record.items()}
+        found = {key: written.get(f"{task}_{key}", []) for key in ids}
+        hypotheses = {key: _last([turn for turn in found[key] if turn[0] == "assistant"], "text_bpe") for key in ids}
+        return Set(results, _known(references), _known(hypotheses))
+    target = entries[-1]
+    if target.modality != "text_bpe" or len(entries) < 2:
+        return None
+    written = read_keyed(results / target.name)
+    hypotheses = {key: written.get(f"{task}_{key}_sample0") for key in ids}
+    references = read_keyed(target.path)
+    return Set(results, {key: references[key] for key in ids if key in references}, _known(hypotheses))
+
+
+def load_bagpiper(dataset_json: Path, results_root: Path, task: str) -> Set | None:
+    """The set of a ``dataset.json``; None if its results are audio or it has no references. Raises DataError."""
+    if task in _BAGPIPER_AUDIO_TASKS:
+        return None
+    description = read_json(dataset_json)
+    ids = utterances_of(dataset_json, description)
+    results = results_root / f"{task}_{dataset_json.absolute().parent.name}"
+    readers = {entry["name"]: (entry["reader"], Path(entry["path"])) for entry in description["data_entry"]}
+    references: dict[str, str | None] = {}
+    if "dialogue" in readers:
+        for line in readers["dialogue"][1].read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            turns = [turn for turn in record["messages"] if turn[0] == "assistant"]
+            references[record["example_id"]] = turns[0][2] if turns and turns[0][1] == "text" else None
+    elif readers.get("text1", ("",))[0] == "text":
+        references.update(read_keyed(readers["text1"][1]))
+    if not _known(references):
+        return None
+    written = _results(results / "results.json")
+    hypotheses = {key: _last(written.get(key, []), "text") for key in ids}
+    return Set(results, {key: ref for key, ref in _known(references).items() if key in set(ids)}, _known(hypotheses))
+
+
+def score(scored: Set) -> dict:
+    """Error rates over all references that are not empty. Raises ConfigError if jiwer is not installed, DataError."""
+    try:
+        import jiwer
+    except ImportError as error:
+        raise ConfigError(
+            "jiwer is not installed; tools/setup.sh or pip install 'espnet2_vllm[score]' installs it"
+        ) from error
+    references = {key: text for key, text in scored.references.items() if text.strip()}
+    if not references:
+        raise DataError(f"{scored.results}: no reference has words; there is nothing to compare with")
+    truth = [references[key] for key in references]
+    decoded = [scored.hypotheses.get(key, "") for key in references]
+    words, characters = jiwer.process_words(truth, decoded), jiwer.process_characters(truth, decoded)
+    return {
+        "utterances": len(references),
+        "without_result": sorted(key for key in references if key not in scored.hypotheses),
+        "wer": words.wer,
+        "cer": characters.cer,
+        "words": {
+            "hits": words.hits,
+            "substitutions": words.substitutions,
+            "deletions": words.deletions,
+            "insertions": words.insertions,
+        },
+    }
+
+
+def _last(turns: Sequence[Sequence], modality: str) -> str | None:
+    texts = [turn[-1] for turn in turns if turn[1] == modality]
+    return texts[-1] if texts else None
+
+
+def _known(texts: Mapping[str, str | None]) -> dict[str, str]:
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _results(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON: {error}; has stage inference run?") from error
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="score_text", description=__doc__)
+    parser.add_argument("--family", choices=["opuslm", "bagpiper"], required=True)
+    parser.add_argument(
+        "--data-json", type=Path, required=True, metavar="FILE", help="data.json or dataset.json of the set"
+    )
+    parser.add_argument("--task", help="task of a dataset.json")
+    parser.add_argument("--results-root", type=Path, required=True, help="directory that holds <task>_<set>/")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints one line and writes ``score.json`` beside the results. Exit code 1 if an utterance has no result."""
+    args = get_parser().parse_args(argv)
+    try:
+        if args.family == "opuslm":
+            scored = load_opuslm(args.data_json, args.results_root)
+        elif args.task:
+            scored = load_bagpiper(args.data_json, args.results_root, args.task)
+        else:
+            raise ConfigError("--task is needed for --family bagpiper: a dataset.json does not name its task")
+        if scored is None:
+            print(f"{args.data_json}: its results are audio, or it has no reference texts: nothing to score")
+            return 0
+        scores = score(scored)
+        with whole_file(scored.results / "score.json") as file:
+            json.dump(scores, file, indent=4, ensure_ascii=False)
+    except SpeechLMError as error:
+        print(f"score_text: {error}", file=sys.stderr)
+        return error.exit_code
+    print(
+        f"{scored.results}: WER {100 * scores['wer']:.2f} %, CER {100 * scores['cer']:.2f} % over {scores['utterances']} "
+        f"utterances, {len(scores['without_result'])} of them without a result"
+    )
+    return 1 if scores["without_result"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Kaldi files: one record a line, the key first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import DataError
+from .files import whole_file
+
+
+def read_keyed(path: Path) -> dict[str, str]:
+    """``key value...`` lines -> {key: value}, in file order; the value of a line that holds a key alone is empty.
+
+    A byte-order mark, carriage returns before line ends, blanks around the value and empty lines do not matter. Only a
+    newline ends a line: values may hold other separators of Unicode.
+    Raises DataError, naming file and line: missing file, a line that is not UTF-8, a key that comes twice.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    records: dict[str, str] = {}
+    first_line: dict[str, int] = {}
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        try:
+            line = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start}); convert the file"
+            ) from error
+        if not line:
+            continue
+        key, value = (line.split(maxsplit=1) + [""])[:2]
+        if key in records:
+            raise DataError(f"{path}:{number}: key {key!r} was already in line {first_line[key]}; keys must be unique")
+        records[key], first_line[key] = value, number
+    return records
+
+
+def write_keyed(path: Path, records: Mapping[str, str]) -> None:
+    """{key: value} -> sorted lines (C locale), whole or not at all."""
+    with whole_file(path) as file:
+        file.writelines(f"{key} {value}".rstrip(" ") + "\n" for key, value in sorted_by_key(records))
+
+
+def sorted_by_key(records: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Records in the order of ``LC_ALL=C sort``: by the bytes of the key."""
+    return sorted(records.items(), key=lambda item: item[0].encode("utf-8"))

@@ -1,0 +1,96 @@
+"""Tables, paths and arks, sound and damaged."""
+
+import kaldiio
+import numpy as np
+import pytest
+
+from espnet2_vllm.errors import DataError
+from espnet2_vllm.io.kaldi import load_codes, locate, read_table
+
+
+def test_tables_say_which_line_is_wrong(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffu1 hello  there \r\nu2\tcafé 日本\u2028語\nu3\n\n".encode())
+    table = read_table(path)
+    assert dict(table) == {"u1": "hello  there", "u2": "café 日本\u2028語", "u3": ""}
+    assert table.value("u2") == "café 日本\u2028語" and len(table) == 3
+    with pytest.raises(DataError, match=f"{path}: nothing stands behind u3"):
+        table.value("u3")
+    with pytest.raises(DataError, match=f"{path}: no line begins with u4"):
+        table.value("u4")
+    path.write_text("u1 a\nu2 b\nu1 c\n", encoding="utf-8")
+    with pytest.raises(DataError, match=f"{path}:3: key 'u1' was already in line 1"):
+        read_table(path)
+    path.write_bytes(b"u1 a\nu2 \xff\n")
+    with pytest.raises(DataError, match=f"{path}:2: not UTF-8"):
+        read_table(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_table(tmp_path / "nowhere")
+
+
+def test_the_working_directory_comes_first(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "both").write_text(folder.name, encoding="utf-8")
+    (there / "one").write_text("x", encoding="utf-8")
+    monkeypatch.chdir(here)
+    assert locate("both", there).read_text(encoding="utf-8") == "here"
+    assert locate("one", there) == there / "one"
+    assert locate(str(there / "both"), here) == there / "both"
+    with pytest.raises(DataError, match="none: no such file; looked at .*here/none and .*there/none"):
+        locate("none", there)
+
+
+@pytest.fixture
+def ark(tmp_path):
+    arrays = {
+        "a": np.arange(18, dtype=np.int32),
+        "b": np.arange(100, 127, dtype=np.int32),
+        "f": np.arange(9, dtype=np.float32).reshape(1, 9),
+        "h": np.array([0.5], dtype=np.float32),
+    }
+    kaldiio.save_ark(str(tmp_path / "x.ark"), arrays, scp=str(tmp_path / "x.scp"))
+    return arrays, read_table(tmp_path / "x.scp")
+
+
+def test_codes_come_back(ark, tmp_path):
+    arrays, scp = ark
+    for key in ("a", "b", "f"):
+        codes = load_codes(scp[key], tmp_path)
+        assert codes.dtype == np.int32
+        np.testing.assert_array_equal(codes, arrays[key])
+    with pytest.raises(DataError, match=r"x.ark:\d+: codes must be whole numbers, found float32 values such as 0.5"):
+        load_codes(scp["h"], tmp_path)
+    (tmp_path / "t.ark").write_text("u [ 1 2 3 ]\nv 4 5 6\n", encoding="utf-8")
+    assert load_codes("t.ark:2", tmp_path).tolist() == [1, 2, 3]
+    assert load_codes("t.ark:14", tmp_path).tolist() == [4, 5, 6]
+
+
+def test_an_ark_that_is_cut_short_is_said_at_every_length(ark, tmp_path):
+    arrays, scp = ark
+    whole, offset = (tmp_path / "x.ark").read_bytes(), int(scp["b"].rpartition(":")[2])
+    end = offset + 3 + 4 + 5 * len(arrays["b"])
+    for length in range(offset, end):
+        (tmp_path / "x.ark").write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"x.ark:\d+: .*cut short|no array of codes"):
+            load_codes(scp["b"], tmp_path)
+        np.testing.assert_array_equal(load_codes(scp["a"], tmp_path), arrays["a"])
+    (tmp_path / "x.ark").write_bytes(whole[:end])
+    np.testing.assert_array_equal(load_codes(scp["b"], tmp_path), arrays["b"])
+
+
+def test_what_is_no_array_of_codes_is_refused(ark, tmp_path):
+    _, scp = ark
+    with pytest.raises(DataError, match="no array of codes begins here"):
+        load_codes("x.ark:0", tmp_path)  # the id stands there
+    for start in (b"RIFF0000", b"fLaC0000", b"AUDIO000", b"NPY\x01xxxx", b"PKLxxxxxxx"):
+        (tmp_path / "y").write_bytes(start)
+        with pytest.raises(DataError, match="no array of codes"):
+            load_codes("y", tmp_path)
+    with pytest.raises(DataError, match="not from commands"):
+        load_codes("cat x.ark |", tmp_path)
+    with pytest.raises(DataError, match="behind the end of the ark"):
+        load_codes("x.ark:99999", tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        load_codes("z.ark:3", tmp_path)

@@ -121,7 +121,9 @@ def _say_older(folder: Path, model_file: Path, name: str) -> None:
     """Deleting them is the user's: another job may be reading one."""
     older = [path.name for path in folder.glob(f"{model_file.stem}-*") if is_converted(path) and path.name != name]
     if older:
-        log.warning("%s has changed; conversions of its earlier state in %s can be deleted: %s", model_file, folder, older)
+        log.warning(
+            "%s has changed; conversions of its earlier state in %s can be deleted: %s", model_file, folder, older
+        )
 
 
 @contextlib.contextmanager

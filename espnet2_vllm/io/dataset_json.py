@@ -1,0 +1,187 @@
+"""``dataset.json`` of ESPnet's new-style SpeechLM: entries with readers, and the ids to decode.
+
+Sources: ESPnet ``SingleDataset``, ``TextReader`` and ``LhotseAudioReader`` (espnet2/speechlm/dataloader).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..layout import Layout
+from ..plan import Utterance
+from ..prompt.bagpiper import DISCRETE, Clip, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
+from .json_lines import distinct_ids, read_json, read_json_lines
+from .kaldi import Table, locate, read_table
+from .lhotse import LhotseReader
+from .specifiers import DIALOGUE_TASK, PROMPTS, Specifier
+
+
+class Reader(ABC):
+    """Content of one entry by example id. DataError, naming the file, for an id that it cannot give."""
+
+    @abstractmethod
+    def load(self, uid: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class TextReader(Reader):
+    """``id words...``, or for ``.jsonl`` ``{"id": ..., "text": ...}`` a line."""
+
+    table: Table
+
+    @classmethod
+    def open(cls, path: Path) -> TextReader:
+        if path.suffix != ".jsonl":
+            return cls(read_table(path))
+        return cls(Table(path, read_json_lines(path, "id", "text", str)))
+
+    def load(self, uid: str) -> str:
+        return self.table.value(uid)
+
+
+@dataclass(frozen=True)
+class KaldiAudioReader(Reader):
+    """``id wav``, ``id ark:offset`` or ``id command |``."""
+
+    table: Table
+    base_dir: Path
+
+    def load(self, uid: str) -> Clip:
+        try:
+            return read_recording(self.table.value(uid), self.base_dir)
+        except DataError as error:
+            raise DataError(f"{uid} of {self.table.path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class DialogueReader(Reader):
+    """``{"example_id": ..., "messages": [[role, modality, content], ...]}`` a line."""
+
+    path: Path
+    dialogues: Mapping[str, list]
+
+    def load(self, uid: str) -> list:
+        if uid not in self.dialogues:
+            raise DataError(f"{self.path}: no line has the example_id {uid}")
+        return self.dialogues[uid]
+
+
+def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | LhotseReader:
+    if kind == "text":
+        return TextReader.open(path)
+    if kind == "kaldi_audio":
+        return KaldiAudioReader(read_table(path), base_dir)
+    if kind == "dialogue":
+        return DialogueReader(path, read_json_lines(path, "example_id", "messages", list))
+    if kind == "lhotse_audio":
+        return LhotseReader.open(path, base_dir)
+    remedy = "; arkive data sets cannot be read yet" if kind.startswith("arkive_") else ""
+    known = "text, kaldi_audio, lhotse_audio, dialogue"
+    raise DataError(f"{where}: reader {kind!r} is not supported{remedy}; supported are {known}")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened ``dataset.json``: ``samples`` in its order."""
+
+    specifier: Specifier
+    samples: tuple[str, ...]
+    readers: Mapping[str, Reader | LhotseReader]
+
+    @property
+    def directory_name(self) -> str:
+        """Folder of its results: ``<task>_<name>``."""
+        return f"{self.specifier.task}_{self.specifier.name}"
+
+    def share(self, rank: int, world: int) -> tuple[str, ...]:
+        """Samples of one of ``world`` workers, counted from 0."""
+        assert 0 <= rank < world, f"rank {rank} of {world}"
+        return self.samples[rank::world]
+
+    def messages(self, uid: str) -> list:
+        """The conversation of a sample, up to where the answer begins at least."""
+        if self.specifier.task == DIALOGUE_TASK:
+            return self.readers[DIALOGUE_TASK].load(uid)
+        prompt = [[role, kind, self.readers[name].load(uid)] for role, kind, name in PROMPTS[self.specifier.task]]
+        # A placeholder: what is prompted ends before the assistant's first message.
+        return [*prompt, ["assistant", "text", ""]]
+
+
+def open_dataset(specifier: Specifier) -> Dataset:
+    """Reads the ``dataset.json`` and the indexes of the entries that the task's prompt needs.
+
+    Paths are looked up from the working directory, as ESPnet does, then from the folder of the ``dataset.json``.
+
+    Raises:
+        DataError: naming the file, for one that is missing or damaged, no samples, an entry that the task needs and that is
+            not there, or a reader that is not supported.
+    """
+    path = specifier.path
+    data = read_json(path)
+    if not isinstance(data.get("data_entry"), list) or not isinstance(data.get("samples"), list):
+        raise DataError(f"{path}: expected lists 'data_entry' and 'samples'; is this a dataset.json?")
+    samples = distinct_ids(data["samples"], f"{path}: samples")
+    named = _entries(data["data_entry"], path)
+    needed = [name for _, _, name in PROMPTS[specifier.task]] + [DIALOGUE_TASK] * (specifier.task == DIALOGUE_TASK)
+    missing = [name for name in needed if name not in named]
+    if missing:
+        has = ", ".join(named) or "none"
+        raise DataError(f"{path}: task {specifier.task} needs the entry {', '.join(missing)}; the entries are {has}")
+    readers = {}
+    for name in needed:
+        where, kind = named[name]
+        readers[name] = _open_reader(kind, locate(where, path.parent), path.parent, f"{path}: {name}")
+    return Dataset(specifier, samples, readers)
+
+
+def _entries(entries: Iterable[Any], path: Path) -> dict[str, tuple[str, str]]:
+    """Path and reader by name."""
+    named: dict[str, tuple[str, str]] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("name", "path", "reader")):
+            raise DataError(f"{path}: data_entry has {entry!r}, expected name, path and reader")
+        if entry["name"] in named:
+            raise DataError(f"{path}: data_entry has {entry['name']} twice")
+        named[entry["name"]] = entry["path"], entry["reader"]
+    return named
+
+
+def read_utterances(
+    dataset: Dataset,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    *,
+    samples: Iterable[str] | None = None,
+    encode_audio: EncodeAudio | None = None,
+    audio_input: str = DISCRETE,
+) -> Iterator[Utterance | tuple[str, DataError]]:
+    """Utterances one by one; a pair (id, error) stands for one that cannot be read.
+
+    Args:
+        samples: those that are wanted, in this order (``dataset.share``); None is all.
+        encode_audio, audio_input: see ``bagpiper_prompt``.
+    """
+    for uid in dataset.samples if samples is None else samples:
+        try:
+            yield bagpiper_utterance(
+                layout,
+                tokenizer,
+                dataset.messages(uid),
+                key=uid,
+                info={"task": dataset.specifier.task, "name": dataset.specifier.name},
+                encode_audio=encode_audio,
+                audio_input=audio_input,
+                base_dir=dataset.specifier.path.parent,
+            )
+        except DataError as error:
+            yield uid, DataError(f"{uid}: {error}")
+
+
+def open_datasets(specifiers: Sequence[Specifier]) -> list[Dataset]:
+    """Every data set, before the first is decoded."""
+    return [open_dataset(specifier) for specifier in specifiers]

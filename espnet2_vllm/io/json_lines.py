@@ -1,0 +1,85 @@
+"""JSON files: one object, or one a line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. DataError, naming the file and the line, for anything else."""
+    try:
+        data = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: holds a {type(data).__name__}, expected an object")
+    return data
+
+
+def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a file, unpacked if its name ends in ``.gz``. Empty lines do not matter.
+
+    Raises:
+        DataError: naming file and line, for a line that is no JSON object.
+    """
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, raw in enumerate(file, 1):  # noqa: B007
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not line.strip():
+                    continue
+                item = json.loads(line)
+                if not isinstance(item, dict):
+                    raise DataError(f"{path}:{number}: holds a {type(item).__name__}, expected an object")
+                yield number, item
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{number}: no JSON: {error.msg} at character {error.pos}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged or cut short behind line {number}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_json_lines(path: Path, key: str, value: str, kind: type) -> dict[str, Any]:
+    """``{item[key]: item[value]}`` of all lines.
+
+    Raises:
+        DataError: naming file and line, for an item without the two, a value of another kind, and an id that comes twice.
+    """
+    found: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for number, item in iterate_json_lines(path):
+        uid = item.get(key)
+        if not isinstance(uid, str) or not isinstance(item.get(value), kind):
+            raise DataError(f"{path}:{number}: expected {key!r} (a string) and {value!r} (a {kind.__name__})")
+        if uid in found:
+            raise DataError(f"{path}:{number}: id {uid!r} was already in line {lines[uid]}; ids must be unique")
+        found[uid], lines[uid] = item[value], number
+    return found
+
+
+def distinct_ids(values: list[Any], where: str) -> tuple[str, ...]:
+    """The ids of a list in JSON. DataError, beginning with ``where``, if it is empty, or holds no id or one twice."""
+    if not values:
+        raise DataError(f"{where} is empty, there is nothing to decode")
+    if not all(isinstance(uid, str) and uid for uid in values):
+        raise DataError(f"{where} must be a list of ids")
+    twice = [uid for uid, count in Counter(values).items() if count > 1]
+    if twice:
+        raise DataError(f"{where} come twice: {', '.join(twice[:5])}")
+    return tuple(values)

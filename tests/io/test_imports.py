@@ -1,0 +1,31 @@
+"""What a light command may import stays light."""
+
+import subprocess
+import sys
+
+HEAVY = ("torch", "vllm", "transformers", "soundfile", "kaldiio", "lhotse")
+LIGHT = [
+    "layout",
+    "delay",
+    "codes",
+    "plan",
+    "protocol",
+    "errors",
+    "text",
+    "prompt.tasks",
+    "prompt.opuslm",
+    "prompt.bagpiper",
+    "io.kaldi",
+    "io.data_json",
+    "io.dataset_json",
+    "io.specifiers",
+    "io.json_lines",
+    "io.lhotse",
+]
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys\n" + "".join(f"import espnet2_vllm.{name}\n" for name in LIGHT)
+    code += f"print(*[name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -5,22 +5,9 @@ import sys
 
 HEAVY = ("torch", "vllm", "transformers", "soundfile", "kaldiio", "lhotse")
 LIGHT = [
-    "layout",
-    "delay",
-    "codes",
-    "plan",
-    "protocol",
-    "errors",
-    "text",
-    "prompt.tasks",
-    "prompt.opuslm",
-    "prompt.bagpiper",
-    "io.kaldi",
-    "io.data_json",
-    "io.dataset_json",
-    "io.specifiers",
-    "io.json_lines",
-    "io.lhotse",
+    *("layout", "delay", "codes", "plan", "protocol", "errors", "text"),
+    *("prompt.tasks", "prompt.opuslm", "prompt.bagpiper"),
+    *("io.kaldi", "io.data_json", "io.dataset_json", "io.specifiers", "io.json_lines", "io.lhotse"),
 ]
 
 

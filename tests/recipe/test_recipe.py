@@ -2,10 +2,24 @@
 
 import json
 import os
+import pathlib
 import shutil
 
 import pytest
-from recipe_shell import FAKE_PYTHON, TEMPLATE, shell
+from recipe_shell import FAKE_PYTHON, MINI_AN4, TEMPLATE, shell
+
+
+@pytest.fixture
+def recipe(tmp_path) -> pathlib.Path:
+    """A copy of the mini_an4 recipe without results, whose links lead into the template."""
+    target = tmp_path / "egs" / "mini_an4" / "speechlm1"
+    ignored = shutil.ignore_patterns("exp", "data", "dump", "downloads")
+    shutil.copytree(MINI_AN4, target, symlinks=False, ignore=ignored)
+    for name in ("cmd.sh", "path.sh", "utils", "speechlm_vllm.sh"):
+        link = target / name
+        shutil.rmtree(link) if link.is_dir() else link.unlink()
+        link.symlink_to(TEMPLATE / name)
+    return target
 
 
 @pytest.fixture
@@ -218,3 +232,18 @@ def test_the_demonstration_ends_with_its_figures(recipe, tmp_path):
     os.remove(golden / "opuslm" / "tiny-llama" / "model.pth")
     gone = shell("./run.sh", *words, "--expdir", "exp/other", cwd=recipe)
     assert gone.returncode == 1 and "no model.pth in" in gone.stderr
+
+
+def test_a_run_that_fails_keeps_no_other_from_running(recipe, tmp_path):
+    for name in ("config.yaml", "model.pth", "hf_backbone", "codec"):
+        path = tmp_path / "golden" / "opuslm" / "tiny-llama" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("", encoding="utf-8")
+    words = ["--golden_root", tmp_path / "golden", "--python", FAKE_PYTHON, "--runs", "opuslm_tts opuslm_dialogue"]
+    done = shell("./run.sh", *words, cwd=recipe, FAKE_LOSE="fcaw-cen8-b")
+    assert done.returncode == 1
+    assert [line[:17] for line in done.stdout.splitlines()[-3:]] == [
+        "6 of 7 utterances",
+        "6 of 7 utterances",
+        "12 of 14 utteranc",
+    ]

@@ -59,12 +59,15 @@ bagpiper() { # bagpiper TASK CONFIG [OPTION...]
 recipe() {
     ./speechlm_vllm.sh --stage "${stage}" --stop_stage "${stop_stage}" --data_name mini_an4 --test_sets "${test_sets}" \
         --backend "${backend}" --inference_nj "${inference_nj}" --nbest "${nbest}" --inference_args "${inference_args}" \
-        --expdir "${expdir}" --python "${python}" "$@"
+        --expdir "${expdir}" --python "${python}" "$@" || code=$?
+    # An utterance that failed keeps no other run from being decoded; a wrong option does.
+    [ "${code}" -le 1 ] || exit "${code}"
     # The corpus is the same for every run.
     case "${stage}" in data | 1) stage=format ;; esac
 }
 
 SECONDS=0
+code=0
 result_dirs=()
 system_prompt="repeat what the user says"
 for run in ${runs}; do
@@ -80,4 +83,5 @@ for run in ${runs}; do
             ;;
     esac
 done
-"${python}" local/summary.py --seconds "${SECONDS}" --test-sets "${test_sets}" "${result_dirs[@]}"
+"${python}" local/summary.py --seconds "${SECONDS}" --test-sets "${test_sets}" "${result_dirs[@]}" || code=1
+exit "${code}"

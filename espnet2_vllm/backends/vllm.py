@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint import Checkpoint
 from ..engine import channel
 from ..engine.compat import engine_version
 from ..engine.core import EXTRA_ARGS
@@ -19,10 +18,13 @@ from ..plan import RowRequest, RowResult
 from ..protocol import BagpiperRules
 from .base import Outcome, check_fits
 
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
 log = logging.getLogger(__name__)
 
 SCHEDULER = "espnet2_vllm.engine.scheduler.SpeechScheduler"
-CPU_WORKER = "espnet2_vllm.engine.v1.SpeechCPUWorker"
+WORKERS = {True: "espnet2_vllm.engine.workers.SpeechCPUWorker", False: "espnet2_vllm.engine.workers.SpeechGPUWorker"}
 
 
 class VllmEngine:
@@ -63,9 +65,8 @@ class VllmEngine:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True, "scheduler_cls": SCHEDULER}
-        if cpu:
-            fixed["worker_cls"] = CPU_WORKER
+        fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
+        fixed |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):
             raise EngineError(f"engine option {name} is set by the backend itself")
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
@@ -109,7 +110,6 @@ class VllmEngine:
             stop_token_ids=[self.layout.stop_token],
             ignore_eos=True,
             detokenize=False,
-            logprobs=streams,
             prompt_logprobs=streams if forced else None,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -127,21 +127,28 @@ class VllmEngine:
         return finished
 
     def _result(self, output: Any, request: RowRequest) -> Outcome:
-        completion = output.outputs[0]
-        if request.reference is not None:
-            rows = matrix(output.prompt_logprobs, skip=1)
-            rows = tuple(part[len(request.prompt) - 1 :] for part in rows)
-        else:
-            rows = matrix(completion.logprobs)
-        codes = channel.decode(rows[0][:, 1:])
         logits = tuple(TAP.take(output.request_id)) if self.keep_logits else None
-        if logits is not None and request.reference is not None:
-            logits = logits[len(request.prompt) - 1 :][: len(codes.ids)]
-        finish = {"stop": "stop", "length": "length"}.get(completion.finish_reason, "abort")
         if request.reference is not None:
-            finish = "stop"
-        result = RowResult(codes.ids, rows[1][:, 1:], codes.forced, finish, logits)
+            return self._predicted(output, request, logits)
+        finish = {"stop": "stop", "length": "length"}.get(output.outputs[0].finish_reason, "abort")
+        if output.kv_transfer_params is None:
+            return EngineError(
+                f"{request.request_id}: the engine gave the request up ({output.outputs[0].finish_reason})"
+            )
+        codes, logprobs = output.kv_transfer_params[EXTRA_ARGS]
+        rows = channel.decode(np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams))
+        values = np.frombuffer(logprobs, dtype="<f4").reshape(rows.ids.shape)
+        result = RowResult(rows.ids, values, rows.forced, finish, logits)
         return chosen_guided(request, result) or result
+
+    def _predicted(self, output: Any, request: RowRequest, logits: tuple[Any, ...] | None) -> RowResult:
+        """Teacher forcing: the rows predicted over the reference."""
+        first = len(request.prompt) - 1  # entry i predicts row i + 1
+        ids, values = (part[first:] for part in matrix(output.prompt_logprobs, skip=1))
+        rows = channel.decode(ids[:, 1:])
+        if logits is not None:
+            logits = logits[first:][: len(rows.ids)]
+        return RowResult(rows.ids, values[:, 1:], rows.forced, "stop", logits)
 
     def abort(self, ids: Iterable[str]) -> None:
         wanted = set(ids)
@@ -191,8 +198,8 @@ def check_guidance(request: RowRequest) -> None:
         if _guided(rules, name):
             scale = getattr(rules, name).guidance
             raise EngineError(
-                f"{request.request_id}: guidance ({name} cfg {scale:g}) is not supported by the vllm backend; set cfg: 1, or use "
-                "--backend pytorch"
+                f"{request.request_id}: guidance ({name} cfg {scale:g}) is not supported by the vllm backend; "
+                "set cfg: 1, or use --backend pytorch"
             )
 
 

@@ -7,6 +7,7 @@ their id, so every code carries its stream; flags ride in the higher bits.
     bits 20..23  stream + 1
     bit  24      the id was forced, not chosen
     bit  25      (stream 0 only) the row was fed with empty auxiliary streams, whatever was emitted
+    bits 26..28  (stream 0 only) phase of the next row
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _ID_MASK = (1 << ID_BITS) - 1
 _STREAM_SHIFT = ID_BITS
 _FORCED = 1 << 24
 _FED_EMPTY = 1 << 25
+_PHASE_SHIFT = 26
 MAX_STREAMS = 15
 
 
@@ -37,10 +39,10 @@ def stream_codes(num_streams: int) -> list[int]:
     return [(s + 1) << _STREAM_SHIFT for s in range(num_streams)]
 
 
-def encode(ids: Any, forced: Any, fed_empty: Any, streams: Any) -> Any:
+def encode(ids: Any, forced: Any, fed_empty: Any, next_phase: Any, streams: Any) -> Any:
     """Codes [N, S] of ids [N, S]; works on torch tensors and numpy arrays alike (integer ids, integer or bool flags)."""
     codes = ids + streams + forced * _FORCED
-    codes[:, 0] += fed_empty * _FED_EMPTY
+    codes[:, 0] += fed_empty * _FED_EMPTY + next_phase * (1 << _PHASE_SHIFT)
     return codes
 
 
@@ -54,6 +56,11 @@ def decode(codes: np.ndarray) -> Decoded:
     )
     ids = (codes & _ID_MASK).astype(np.int32)
     return Decoded(ids, (codes & _FORCED) != 0, (codes[:, :1] & _FED_EMPTY).any(axis=1))
+
+
+def next_phases(codes: np.ndarray) -> np.ndarray:
+    """Phase of the row behind each of ``codes`` [N, S]: [N]."""
+    return (codes[:, 0] >> _PHASE_SHIFT) & 7
 
 
 def fed_auxiliary(codes: np.ndarray) -> np.ndarray:

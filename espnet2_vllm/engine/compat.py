@@ -50,3 +50,13 @@ def layout_of(model_config: Any) -> Layout:
             f"{path} does not exist; vLLM must be given a directory that espnet2-vllm convert wrote"
         ) from None
     return Layout.from_dict(data["layout"])
+
+
+def sampler_output(**fields: Any) -> Any:
+    """The V2 runner's ``SamplerOutput``; fields that this version adds to ours are None."""
+    import dataclasses
+
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    names = [field.name for field in dataclasses.fields(SamplerOutput)]
+    return SamplerOutput(**{name: fields.get(name) for name in names})

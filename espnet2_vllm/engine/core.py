@@ -73,6 +73,8 @@ class SpeechCore:
         self.layout, self.device = layout, device
         self.embedding = weights.embedding
         streams = layout.num_streams
+        if streams < 2:
+            raise EngineError("a layout of one stream is plain text; use vLLM itself")
         self.history = torch.zeros(num_slots + 1, max_rows + 1, streams - 1, dtype=torch.int32, device=device)
         self.scratch = num_slots
         self.phases = make_phases(layout, num_slots, device)
@@ -107,6 +109,11 @@ class SpeechCore:
         if resume is not None and len(resume["auxiliary"]):
             self._pending.append((slot, prompt_rows, resume["auxiliary"]))
 
+    @property
+    def top(self) -> int:
+        """No request's topk is larger."""
+        return max(self._topk.values(), default=1)
+
     def remove(self, slot: int) -> None:
         self._topk.pop(slot, None)
 
@@ -114,7 +121,7 @@ class SpeechCore:
         """Writes what ``add`` staged; once a step, before ``embed``."""
         self.phases.table.flush()
         for slot, start, rows in self._pending:
-            values = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int32))
+            values = torch.from_numpy(np.array(rows, dtype=np.int32))
             self.history[slot, start : start + len(rows)] = values.to(self.device, non_blocking=True)
         self._pending.clear()
 
@@ -162,7 +169,7 @@ class SpeechCore:
         auxiliary = self.heads(hidden)
         TAP.record(slots, emit, logits, auxiliary)
         primary = self.primary_logits(logits, constraints)
-        top = max(self._topk.values(), default=1)
+        top = self.top
         seeds = self.phases.seeds(slots)
         first, first_logprob = choose(
             primary,
@@ -210,7 +217,8 @@ class SpeechCore:
         self.history[where, positions.clamp(max=self.history.shape[1] - 1)] = fed
         logprobs = torch.cat([first_logprob.unsqueeze(1), rest_logprob], 1)
         logprobs = torch.where(advanced.forced, 0.0, logprobs)
-        codes = channel.encode(advanced.rows, advanced.forced.long(), advanced.fed_empty.long(), self.stream_codes)
+        flags = (advanced.forced.long(), advanced.fed_empty.long(), advanced.after)
+        codes = channel.encode(advanced.rows, *flags, self.stream_codes)
         tokens = torch.where(advanced.done, self.layout.stop_token, advanced.rows[:, 0])
         return Sampled(tokens, codes, logprobs)
 
@@ -230,7 +238,7 @@ class SpeechCore:
         rest = self.heads.ids.unsqueeze(0).expand(len(slots), -1, -1).gather(-1, best).squeeze(-1)
         rows = torch.cat([first.unsqueeze(1), torch.where(audio, rest, self.layout.pad)], 1)
         none = torch.zeros_like(rows)
-        codes = channel.encode(rows, none, none[:, 0], self.stream_codes)
+        codes = channel.encode(rows, none, none[:, 0], none[:, 0], self.stream_codes)
         return Sampled(first, codes, torch.zeros(rows.shape, dtype=torch.float32, device=rows.device))
 
 

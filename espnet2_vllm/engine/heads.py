@@ -38,7 +38,7 @@ class AuxiliaryHeads:
     def __init__(self, layout: Layout, head: torch.Tensor, stream_emb: torch.Tensor) -> None:
         """``head``: [V or more, H] rows of ``lm_head``; ``stream_emb``: [S, H]."""
         candidates = layout.auxiliary_candidates()
-        width = max(map(len, candidates), default=0)
+        width = max(map(len, candidates), default=1)
         padded = [ids + ids[:1] * (width - len(ids)) for ids in candidates]
         device = head.device
         self.ids = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(candidates), width)
@@ -47,7 +47,7 @@ class AuxiliaryHeads:
         ).reshape(len(candidates), width)
         rows = head.detach()[self.ids.flatten()]
         self.weight = rows.t().contiguous()
-        stacked = rows.view(*self.ids.shape, -1)
+        stacked = rows.view(*self.ids.shape, head.shape[1])
         bias = torch.einsum("swh,sh->sw", stacked.float(), stream_emb.detach()[1:].float())
         self.bias = bias.flatten()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from . import channel
@@ -16,14 +18,15 @@ class History:
     def __init__(self, num_streams: int, max_rows: int, rows: int = 64) -> None:
         self.num_streams, self.max_rows = num_streams, max_rows
         self._codes = np.zeros((rows, max_rows + 1, num_streams), dtype=np.int32)
+        self._logprobs = np.zeros((rows, max_rows + 1, num_streams), dtype=np.float32)
         self._row: dict[str, int] = {}
         self._free = list(range(rows))[::-1]
 
     def __len__(self) -> int:
         return len(self._row)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._row
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
 
     def open(self, request_id: str) -> int:
         if request_id in self._row:
@@ -35,9 +38,7 @@ class History:
 
     def _grow(self) -> None:
         have = len(self._codes)
-        grown = np.zeros((2 * have, *self._codes.shape[1:]), dtype=np.int32)
-        grown[:have] = self._codes
-        self._codes = grown
+        self._codes, self._logprobs = (_doubled(table) for table in (self._codes, self._logprobs))
         self._free = list(range(have, 2 * have))[::-1]
 
     def close(self, request_id: str) -> None:
@@ -45,14 +46,19 @@ class History:
         if row is not None:
             self._free.append(row)
 
-    def record(self, request_ids: list[str], positions: list[int], codes: np.ndarray) -> None:
-        """Stores ``codes`` [n, S] as the rows of ``request_ids`` at ``positions``."""
+    def record(self, request_ids: list[str], positions: list[int], codes: np.ndarray, logprobs: np.ndarray) -> None:
+        """Stores ``codes`` and ``logprobs`` [n, S] as the rows of ``request_ids`` at ``positions``."""
         rows = [self._row[request_id] for request_id in request_ids]
         self._codes[rows, positions] = codes
+        self._logprobs[rows, positions] = logprobs
 
     def codes(self, request_id: str, start: int, stop: int) -> np.ndarray:
         """[stop - start, S] codes as recorded. ``positions`` count from the sequence's first row."""
         return self._codes[self._row[request_id], start:stop]
+
+    def logprobs(self, request_id: str, start: int, stop: int) -> np.ndarray:
+        """[stop - start, S] log-probabilities as recorded."""
+        return self._logprobs[self._row[request_id], start:stop]
 
     def emitted(self, request_id: str, start: int, stop: int) -> np.ndarray:
         """[stop - start, S] ids as emitted."""
@@ -61,3 +67,9 @@ class History:
     def fed(self, request_id: str, start: int, stop: int) -> np.ndarray:
         """[stop - start, S-1] auxiliary ids as the model saw them."""
         return channel.fed_auxiliary(self.codes(request_id, start, stop))
+
+
+def _doubled(table: np.ndarray) -> np.ndarray:
+    grown = np.zeros((2 * len(table), *table.shape[1:]), dtype=table.dtype)
+    grown[: len(table)] = table
+    return grown

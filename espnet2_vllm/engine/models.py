@@ -25,6 +25,7 @@ class SpeechModel:
         layout: the checkpoint's layout.
         last_hidden: [B, H] input of the last ``compute_logits``, which every runner calls right before its sampler on exactly the
             rows that are sampled.
+        skip_primary: set for steps in which no row needs the whole vocabulary; ``compute_logits`` then gives no columns.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -34,9 +35,19 @@ class SpeechModel:
         self.stream_emb = nn.Embedding(self.layout.num_streams, hidden, dtype=vllm_config.model_config.dtype)
         self.stream_emb.weight.requires_grad_(False)
         self.last_hidden: torch.Tensor | None = None
+        self.skip_primary = False
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """Asked for by the V2 runner."""
+        from .v2 import SpeechModelState
+
+        return SpeechModelState
 
     def compute_logits(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor | None:
         self.last_hidden = hidden_states
+        if self.skip_primary:
+            return hidden_states[:, :0]
         if self.layout.primary_stream_embedded:
             hidden_states = hidden_states + self.stream_emb.weight[0]
         return super().compute_logits(hidden_states, *args, **kwargs)

@@ -26,12 +26,16 @@ class Constraints(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """Per row: ids as emitted [B, S], imposed ids [B, S], fed with empty auxiliary streams [B], done [B]."""
+    """Per row: ids as emitted [B, S], imposed ids [B, S], fed with empty auxiliary streams [B], phase of the next row [B]."""
 
     rows: torch.Tensor
     forced: torch.Tensor
     fed_empty: torch.Tensor
-    done: torch.Tensor
+    after: torch.Tensor
+
+    @property
+    def done(self) -> torch.Tensor:
+        return self.after == DONE
 
 
 class SlotTable:
@@ -148,7 +152,7 @@ class BagpiperPhases:
         rows[:, 0] = primary
         forced = (~audio).unsqueeze(1).expand(rows.shape).clone()
         forced[:, 0] = bridge | (entering & (enforced > 0))
-        return Advanced(rows, forced, last, after == DONE)
+        return Advanced(rows, forced, last, after)
 
 
 class OpusLMPhases:
@@ -208,7 +212,8 @@ class OpusLMPhases:
 
         state = torch.stack([step + 1, finish, (rows[:, 0] == eos).long()], 1)
         self.table.ints[slots, : self.IS_AUDIO] = torch.where(emit.unsqueeze(1), state, ints[:, : self.IS_AUDIO])
-        return Advanced(rows, forced, torch.zeros_like(done), done)
+        after = torch.where(ints[:, self.IS_AUDIO] > 0, AUDIO, TEXT)
+        return Advanced(rows, forced, torch.zeros_like(done), torch.where(done, DONE, after))
 
 
 def make_phases(layout: Layout, num_slots: int, device: torch.device) -> BagpiperPhases | OpusLMPhases:

@@ -13,7 +13,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
 from ..errors import EngineError
-from ..protocol import replay
+from ..protocol import AUDIO, replay
+from . import channel
 from .compat import layout_of
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
@@ -33,6 +34,8 @@ class SpeechScheduler(AsyncScheduler):
         self.layout = layout_of(self.vllm_config.model_config)
         self.history = History(self.layout.num_streams, self.max_model_len)
         self._prompts: dict[str, np.ndarray] = {}
+        # Requests whose next rows may be in the text phase, which needs the whole vocabulary.
+        self._text: set[str] = set()
 
     def _check_configuration(self) -> None:
         config = self.vllm_config
@@ -61,6 +64,8 @@ class SpeechScheduler(AsyncScheduler):
             prompt = auxiliary_from_bytes(self.layout, args.get("auxiliary"), request.num_prompt_tokens)
             if prompt is not None:
                 self._prompts[request.request_id] = prompt
+            if starts_with_text(args["rules"]):
+                self._text.add(request.request_id)
             self._install_hasher(request)
         super().add_request(request)
 
@@ -122,6 +127,7 @@ class SpeechScheduler(AsyncScheduler):
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             resumed[request_id] = self._resumption(self.requests[request_id])
         output.speechlm_resumed = resumed
+        output.speechlm_text_rows = not self._text.isdisjoint(output.num_scheduled_tokens)
         for data in output.scheduled_new_reqs:
             data.speechlm_resume = resumed.get(data.req_id)
         return output
@@ -135,39 +141,74 @@ class SpeechScheduler(AsyncScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM appends the tokens, because the hashes of blocks that they fill need all streams.
-        self._record(scheduler_output, model_runner_output)
+        requests = self._record(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._forget()
+        for client in outputs.values():
+            client.outputs = [output for output in client.outputs if self._deliver(output, requests)]
+        self._forget([request_id for request_id in requests if request_id not in self.requests])
         return outputs
 
-    def _record(self, scheduler_output: Any, model_runner_output: Any) -> None:
+    def _record(self, scheduler_output: Any, model_runner_output: Any) -> dict[str, Request]:
+        """Stores the step's rows, as one matrix; gives the requests that they belong to."""
         logprobs, sampled = model_runner_output.logprobs, model_runner_output.sampled_token_ids
+        requests: dict[str, Request] = {}
         if logprobs is None or not sampled:
-            return
+            return requests
         index = model_runner_output.req_id_to_index
-        ids, positions, rows = [], [], []
+        positions, rows = [], []
         for request_id in scheduler_output.num_scheduled_tokens:
             request, row = self.requests.get(request_id), index[request_id]
-            if request is None or request.is_finished() or not sampled[row]:
+            if request is None or not sampled[row] or request.is_finished():
                 continue
             self.history.open(request_id)
-            ids.append(request_id)
+            requests[request_id] = request
             positions.append(request.num_tokens)
             rows.append(row)
-        if ids:
-            self.history.record(ids, positions, logprobs.logprob_token_ids[rows, 1:])
+        if rows:
+            codes = logprobs.logprob_token_ids[rows, 1:]
+            self.history.record(list(requests), positions, codes, logprobs.logprobs[rows, 1:])
+            # An audio row reaches text by its end, a bridge and a modality row at the earliest: more rows than are in flight.
+            audio = channel.next_phases(codes) == AUDIO
+            for request_id, proven in zip(requests, audio.tolist(), strict=True):
+                (self._text.discard if proven else self._text.add)(request_id)
+        return requests
+
+    def _deliver(self, output: Any, requests: dict[str, Request]) -> bool:
+        """Whether an output goes to the client now.
+
+        A request that does not stream gets its first output, for the latency figures, and its last, with all rows.
+        """
+        request = requests.get(output.request_id)
+        if request is None or request.sampling_params.num_logprobs is not None:
+            return True
+        if output.finished:
+            first, last = request.num_prompt_tokens, request.num_tokens
+            codes = self.history.codes(output.request_id, first, last)
+            logprobs = self.history.logprobs(output.request_id, first, last)
+            output.kv_transfer_params = {EXTRA_ARGS: (codes.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes())}
+            if output.prefill_stats is None:
+                output.new_token_ids = list(request.output_token_ids[1:])
+            return True
+        return output.prefill_stats is not None
 
     # -- end ----------------------------------------------------------------------------------------------------------
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         result = super().finish_requests(*args, **kwargs)
-        self._forget()
+        self._forget([request_id for request_id in self._known() if request_id not in self.requests])
         return result
 
-    def _forget(self) -> None:
-        for table in (self.history._row, self._prompts):
-            self._drop(request_id for request_id in list(table) if request_id not in self.requests)
+    def _known(self) -> set[str]:
+        return {*self.history, *self._prompts, *self._text}
 
-    def _drop(self, request_ids: Iterable[str]) -> None:
+    def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self.history.close(request_id)
             self._prompts.pop(request_id, None)
+            self._text.discard(request_id)
+
+
+def starts_with_text(rules: dict[str, Any]) -> bool:
+    """Whether the first rows of a request may be in the text phase."""
+    if "modality" in rules:
+        return rules["modality"] == "text"
+    return rules["enforce"][:1] != ["audio"]

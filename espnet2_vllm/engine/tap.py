@@ -14,6 +14,10 @@ class Tap:
         self._slot: dict[str, int] = {}
         self._rows: dict[str, list[Row]] = {}
 
+    @property
+    def active(self) -> bool:
+        return bool(self._slot)
+
     def follow(self, request_id: str, slot: int) -> None:
         """Records the rows of ``request_id``, which now sits in ``slot``; rows from before a preemption stay."""
         self._slot = {other: s for other, s in self._slot.items() if s != slot}

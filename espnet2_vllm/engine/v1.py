@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.cpu_worker import CPUWorker
 
-from .core import EXTRA_ARGS, Sampled, SpeechCore
+from .core import EXTRA_ARGS, SpeechCore
+from .predictions import Predictions, channel_tensors
 from .tap import TAP
 
 
@@ -98,45 +98,11 @@ class SpeechCPURunner(CPUModelRunner):
                 continue
             row = self.input_batch.req_id_to_index[request_id]
             length = len(self.requests[request_id].prompt_token_ids)
-            known = self._predictions.setdefault(request_id, Predictions(length - 1, self.core.layout.num_streams))
+            known = self._predictions.setdefault(request_id, Predictions(self.core.layout.num_streams))
             start = int(self._positions[row]) - num_scheduled_tokens[request_id]
             hidden = hidden_states[self._starts[row] : self._starts[row + 1]][: max(length - 1 - start, 0)]
-            if len(hidden):
-                known.put(
-                    start,
-                    self.core.predict(
-                        hidden, self.model.compute_logits(hidden), self._batch_slots[[row] * len(hidden)]
-                    ),
-                )
+            known.extend(self.core, hidden, self.model.compute_logits, self._slots[request_id])
             if self._positions[row] >= length:
-                done[request_id] = self._predictions.pop(request_id).tensors
+                done[request_id] = self._predictions.pop(request_id).tensors()
                 del self.num_prompt_logprobs[request_id]
         return done
-
-
-class Predictions:
-    """Rows predicted over a prompt, filled in as its chunks run."""
-
-    def __init__(self, rows: int, num_streams: int) -> None:
-        self.tensors = LogprobsTensors.empty_cpu(rows, num_streams + 1)
-
-    def put(self, start: int, sampled: Sampled) -> None:
-        part, where = channel_tensors(sampled), slice(start, start + len(sampled.tokens))
-        self.tensors.logprob_token_ids[where] = part.logprob_token_ids
-        self.tensors.logprobs[where] = part.logprobs
-        self.tensors.selected_token_ranks[where] = part.selected_token_ranks
-
-
-def channel_tensors(sampled: Sampled) -> LogprobsTensors:
-    """[B, S + 1] columns: vLLM's token, then one code per stream."""
-    ids = torch.cat([sampled.tokens.unsqueeze(1), sampled.codes], 1).to(torch.int32)
-    logprobs = torch.cat([sampled.logprobs[:, :1], sampled.logprobs], 1)
-    return LogprobsTensors(ids, logprobs, torch.ones(len(ids), dtype=torch.int32, device=ids.device))
-
-
-class SpeechCPUWorker(CPUWorker):
-    """vLLM's CPU worker with our runner (``worker_cls``)."""
-
-    def init_device(self) -> None:
-        super().init_device()
-        self.model_runner = SpeechCPURunner(self.vllm_config, torch.device("cpu"))

@@ -71,12 +71,14 @@ def test_channel_round_trip():
     for streams in range(1, channel.MAX_STREAMS + 1):
         ids = rng.integers(0, 1 << channel.ID_BITS, (7, streams))
         forced, empty = rng.random((7, streams)) < 0.3, rng.random(7) < 0.3
-        codes = channel.encode(ids, forced, empty, np.array(channel.stream_codes(streams)))
+        phase = rng.integers(0, 5, 7)
+        codes = channel.encode(ids, forced, empty, phase, np.array(channel.stream_codes(streams)))
         assert codes.max() < 2**31
         assert all(len(set(row)) == streams for row in codes.tolist())
         decoded = channel.decode(codes.astype(np.int32))
         assert np.array_equal(decoded.ids, ids) and np.array_equal(decoded.forced, forced)
         assert np.array_equal(decoded.fed_empty, empty)
+        assert np.array_equal(channel.next_phases(codes), phase)
         fed = np.where(empty[:, None], 0, ids[:, 1:])
         assert np.array_equal(channel.fed_auxiliary(codes.astype(np.int32)), fed)
 

@@ -7,7 +7,7 @@ from espnet2_vllm.protocol import BagpiperRules, ModalityRules, OpusLMRules, Sam
 
 
 def bagpiper_layout(rng: random.Random) -> Layout:
-    return Layout.bagpiper(rng.randint(20, 60), [rng.randint(4, 9)] * rng.randint(1, 9))
+    return Layout.bagpiper(rng.randint(20, 60), [rng.randint(4, 9)] * rng.randint(2, 9))
 
 
 def opuslm_layout(rng: random.Random) -> Layout:

@@ -1,0 +1,193 @@
+"""The step path on CUDA: the same as ``core``'s plain methods, in five launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from vllm.v1.outputs import LogprobsTensors
+
+from ..layout import NUM_SPECIALS
+from ..protocol import AUDIO, BRIDGE, DONE, MODALITY, TEXT
+from . import kernels
+from .core import SpeechCore, SpeechWeights
+from .phases import BagpiperPhases, OpusLMPhases
+
+MAX_TOPK = 64  # beyond it the plain path serves
+TEXT_CHUNK = 4096
+
+
+class FusedStep:
+    """Embedding, heads and sampler of a step by Triton kernels.
+
+    Stream 0 of an audio row needs the special ids and its own interval only, so these rows of ``lm_head`` and those of all
+    auxiliary streams are one matrix (``weight``), and the whole vocabulary is multiplied only in steps that have a text row.
+    """
+
+    max_topk = MAX_TOPK
+
+    def __init__(self, core: SpeechCore, weights: SpeechWeights, max_rows: int) -> None:
+        layout, device = core.layout, weights.head.device
+        self.core = core
+        self.streams = layout.num_streams
+        self.bagpiper = layout.family == "bagpiper"
+        compact = [*range(NUM_SPECIALS), *range(*layout.streams[0])]
+        self.compact_ids = torch.tensor(compact, dtype=torch.int32, device=device)
+        self.masks = core.masks[:, self.compact_ids.long()].to(torch.uint8).contiguous()
+        self.auxiliary_ids = core.heads.ids.to(torch.int32).contiguous()
+        self.auxiliary_valid = core.heads.valid.to(torch.uint8).contiguous()
+        rows = weights.head.detach()[self.compact_ids.long()]
+        first = weights.stream_emb.detach()[0].float()
+        bias = (
+            rows.float() @ first if layout.primary_stream_embedded else rows.new_zeros(len(rows), dtype=torch.float32)
+        )
+        self.weight = torch.cat([rows.t(), core.heads.weight], 1).contiguous()
+        self.bias = torch.cat([bias, core.heads.bias]).to(rows.dtype)
+        self.chunks = triton.cdiv(layout.text.size, TEXT_CHUNK)
+        self._allocate(max_rows, device)
+
+    def _allocate(self, rows: int, device: torch.device) -> None:
+        """Buffers between the kernels of one step; what leaves the step is allocated afresh, since its copy runs on."""
+        streams = self.streams
+        self.chosen_ids = torch.zeros(rows, streams, dtype=torch.int32, device=device)
+        self.chosen_logprobs = torch.zeros(rows, streams, dtype=torch.float32, device=device)
+        self.text_values = torch.zeros(rows, self.chunks * MAX_TOPK, dtype=torch.float32, device=device)
+        self.text_ids = torch.zeros(rows, self.chunks * MAX_TOPK, dtype=torch.int32, device=device)
+        self.ranks = torch.ones(rows, dtype=torch.int32, device=device)
+
+    # -- input rows ---------------------------------------------------------------------------------------------------
+    def embed(
+        self,
+        out: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        """Fills ``out`` [n, H] for ``token_ids`` [n] of requests that begin at ``starts`` [R + 1] and sit in ``slots`` [R]."""
+        history, hidden = self.core.history, out.shape[1]
+        block = min(triton.next_power_of_2(hidden), 1024)
+        requests = len(slots)
+        kernels.embed_kernel[(len(token_ids), triton.cdiv(hidden, block))](
+            out, token_ids, positions, slots, starts, requests, history, self.core.embedding, hidden,
+            history.stride(0), history.stride(1), AUXILIARY=self.streams - 1, PAD_EMBEDDED=self.core.layout.pad_embedded,
+            STEPS=max(requests, 1).bit_length(), BLOCK=block,
+        )  # fmt: skip
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+    def sample(
+        self,
+        hidden: torch.Tensor,
+        text_logits: torch.Tensor | None,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        prefill_lens: torch.Tensor,
+        topk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors]:
+        """Tokens [B, 1] int64, rows that emit [B] int32, and the channel's tensors.
+
+        Args:
+            hidden: [B, H].
+            text_logits: [B, V], or None if no row is in the text phase.
+            slots, seq_lens: [B] int32; the sampled row's position is its sequence length.
+            prefill_lens: per slot the rows that were known before the step.
+            topk: no row's is larger.
+        """
+        batch = len(hidden)
+        logits = torch.addmm(self.bias, hidden, self.weight)
+        self._auxiliary(logits, slots, seq_lens)
+        self._primary(logits, text_logits, slots, seq_lens, topk)
+        tokens = torch.empty(batch, 1, dtype=torch.int64, device=hidden.device)
+        ids = torch.empty(batch, self.streams + 1, dtype=torch.int32, device=hidden.device)
+        logprobs = torch.empty(batch, self.streams + 1, dtype=torch.float32, device=hidden.device)
+        emits = torch.empty(batch, dtype=torch.int32, device=hidden.device)
+        self._advance(tokens, ids, logprobs, emits, slots, seq_lens, prefill_lens)
+        return tokens, emits, LogprobsTensors(ids, logprobs, self.ranks[:batch])
+
+    def _columns(self) -> dict[str, Any]:
+        if self.bagpiper:
+            table = BagpiperPhases
+            return {"BAGPIPER": True, "PHASE": table.PHASE, "SEED": table.SEED}
+        return {"BAGPIPER": False, "PHASE": OpusLMPhases.IS_AUDIO, "SEED": OpusLMPhases.SEED}
+
+    def _auxiliary(self, logits: torch.Tensor, slots: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        table = self.core.phases.table
+        auxiliary, width = self.auxiliary_ids.shape
+        if not auxiliary:
+            return
+        audio_rules = BagpiperPhases.TEXT_RULES + BagpiperPhases.RULES
+        kernels.auxiliary_kernel[(len(logits), auxiliary)](
+            self.chosen_ids, self.chosen_logprobs, logits, logits.stride(0), self.auxiliary_ids, self.auxiliary_valid,
+            slots, seq_lens, table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), len(self.compact_ids),
+            AUDIO=AUDIO, TOPK=audio_rules + BagpiperPhases.TOPK if self.bagpiper else OpusLMPhases.TOPK,
+            TEMPERATURE=2 if self.bagpiper else 0, WIDTH=width, STREAMS=self.streams,
+            BLOCK=triton.next_power_of_2(width), **self._columns(),
+        )  # fmt: skip
+
+    def _primary(
+        self,
+        logits: torch.Tensor,
+        text_logits: torch.Tensor | None,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        topk: int,
+    ) -> None:
+        layout, table = self.core.layout, self.core.phases.table
+        best = triton.next_power_of_2(topk)
+        rules = BagpiperPhases.TEXT_RULES if self.bagpiper else 0
+        top_column = rules + BagpiperPhases.TOPK if self.bagpiper else OpusLMPhases.TOPK
+        if text_logits is not None:
+            kernels.text_kernel[(len(logits), self.chunks)](
+                self.text_values, self.text_ids, text_logits, text_logits.stride(0), layout.text.start, layout.text.size,
+                slots, table.ints, table.ints.stride(0), self.chunks, TEXT=TEXT, TOPK=top_column, K=best, BLOCK=TEXT_CHUNK,
+                **{k: v for k, v in self._columns().items() if k != "SEED"},
+            )  # fmt: skip
+        ends = (*layout.end_tokens, layout.end_tokens[0])
+        kernels.primary_kernel[(len(logits),)](
+            self.chosen_ids, self.chosen_logprobs, logits, logits.stride(0), self.compact_ids, self.masks, slots, seq_lens,
+            table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), self.text_values, self.text_ids,
+            self.chunks * best, ends[0], ends[1], TEXT=TEXT, AUDIO=AUDIO,
+            STEP=BagpiperPhases.STEP if self.bagpiper else OpusLMPhases.STEP, RULES=BagpiperPhases.RULES,
+            MIN=rules + BagpiperPhases.MIN if self.bagpiper else OpusLMPhases.MIN, TOPK=top_column,
+            TEMPERATURE=2 if self.bagpiper else 0, WIDTH=len(self.compact_ids), STREAMS=self.streams,
+            HAS_TEXT=text_logits is not None, BLOCK=triton.next_power_of_2(len(self.compact_ids)),
+            CANDIDATES=triton.next_power_of_2(self.chunks * best), num_warps=8, **self._columns(),
+        )  # fmt: skip
+
+    def _advance(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        logprobs: torch.Tensor,
+        emits: torch.Tensor,
+        slots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        prefill_lens: torch.Tensor,
+    ) -> None:
+        core, special = self.core, self.core.layout.specials
+        history, ints = core.history, core.phases.table.ints
+        block = triton.next_power_of_2(self.streams)
+        common = (
+            tokens, ids, logprobs, history, self.chosen_ids, self.chosen_logprobs, slots, seq_lens, prefill_lens, emits,
+            ints, ints.stride(0), history.stride(0), history.stride(1), core.scratch, history.shape[1] - 1,
+        )  # fmt: skip
+        if self.bagpiper:
+            kernels.bagpiper_kernel[(len(tokens),)](
+                *common, special["assistant"], special["text"], special["audio"], special["eos"], special["eot"],
+                core.layout.stop_token, MODALITY=MODALITY, TEXT=TEXT, AUDIO=AUDIO, BRIDGE=BRIDGE, DONE=DONE,
+                FIRST_RULES=BagpiperPhases.TEXT_RULES, RULES=BagpiperPhases.RULES,
+                FIRST_ENFORCED=core.phases.first_enforced, MAX_ENFORCED=BagpiperPhases.MAX_ENFORCED,
+                STREAMS=self.streams, BLOCK=block, num_warps=1,
+            )  # fmt: skip
+        else:
+            kernels.opuslm_kernel[(len(tokens),)](
+                *common, special["eos"], core.layout.stop_token, TEXT=TEXT, AUDIO=AUDIO, DONE=DONE,
+                STREAMS=self.streams, BLOCK=block, num_warps=1,
+            )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that this step path adds to the plain one's."""
+        own = (self.weight, self.bias, self.chosen_ids, self.chosen_logprobs, self.text_values, self.text_ids)
+        return sum(t.numel() * t.element_size() for t in own)

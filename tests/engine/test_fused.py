@@ -1,0 +1,19 @@
+"""Kernels against their plain twins: natively on a GPU, under Triton's interpreter elsewhere."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def test_fused_step_equals_plain_step():
+    native = torch.cuda.is_available()
+    worlds = 200 if native else 12
+    env = os.environ | ({} if native else {"TRITON_INTERPRET": "1"})
+    command = [sys.executable, str(HERE / "fused_check.py"), "0", str(worlds)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and f"{worlds} worlds equal" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]

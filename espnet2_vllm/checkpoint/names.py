@@ -134,9 +134,12 @@ def map_names(family: str, names: Iterable[str], where: str) -> tuple[list[Mappe
 
 def source_name(family: str, part: str, name: str) -> str:
     """What ESPnet calls the tensor ``name`` of ``part``."""
-    for rule in _RULES[family]:
-        whole = rule.new == name and not rule.old.endswith(".")
-        if rule.part == part and (whole or (rule.old.endswith(".") and name.startswith(rule.new))):
+    rules = [rule for rule in _RULES[family] if rule.part == part]
+    for rule in rules:
+        if rule.new == name and not rule.old.endswith("."):
+            return rule.old
+    for rule in rules:
+        if rule.old.endswith(".") and name.startswith(rule.new):
             return rule.old + name.removeprefix(rule.new)
     return name
 

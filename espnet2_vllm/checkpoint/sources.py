@@ -87,6 +87,7 @@ def find_source(
         path, notes = _search_model(folder, family)
     else:
         path, notes = _given_model(Path(model_file), config.parent)
+    _refuse_split(path)
     return Source(family, config.absolute(), path.absolute(), arguments, notes)
 
 
@@ -233,14 +234,17 @@ def _in_step_folder(folder: Path) -> Path | None:
         places += [path for kind in ("global", "universal") for path in sorted(folder.glob(f"{kind}_step*"))]
     for place in places:
         if (place / _DEEPSPEED_FILE).is_file():
-            parts = sorted(path.name for path in place.glob("mp_rank_*_model_states.pt"))
-            if len(parts) > 1:
-                raise CheckpointError(
-                    f"{place} holds a model split over {len(parts)} tensor-parallel ranks ({', '.join(parts)}), which "
-                    "is not supported; merge it with DeepSpeed's own tools first"
-                )
             return place / _DEEPSPEED_FILE
     return None
+
+
+def _refuse_split(path: Path) -> None:
+    parts = sorted(part.name for part in path.parent.glob("mp_rank_*_model_states.pt"))
+    if path.name == _DEEPSPEED_FILE and len(parts) > 1:
+        raise CheckpointError(
+            f"{path.parent} holds a model split over {len(parts)} tensor-parallel ranks ({', '.join(parts)}), which is not "
+            "supported; merge it with DeepSpeed's own tools first"
+        )
 
 
 def _sole_file(folder: Path) -> Path | None:

@@ -5,8 +5,9 @@ Only the seam ``TensorSource`` is known to the rest of the package, so that a la
 
 import importlib
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointError
@@ -152,7 +153,10 @@ class DistributedSource:
         spec = self.specs[name]
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         try:
-            dcp.load({"model": {name: tensor}}, storage_reader=self._reader, no_dist=True)
+            with warnings.catch_warnings():
+                # one process is what is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load({"model": {name: tensor}}, storage_reader=self._reader, no_dist=True)
         except (*_READ_ERRORS, dcp.CheckpointException) as error:
             raise CheckpointError(f"{self.path}: tensor {name} ({spec}) cannot be read: {error}") from error
         return tensor
@@ -190,6 +194,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             found = getattr(importlib.import_module(module), name)
             if isinstance(found, type) or (module, name) in self._FUNCTIONS:
                 return found
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath"):
+            return PurePosixPath  # where the checkpoint was saved; nothing is read from there
         found = getattr(torch, name, None) if module == "torch" else None
         if found is torch.Size or isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
             return found

@@ -25,7 +25,7 @@ class Checkpoint:
         layout: vocabulary and streams.
         codec: None where the checkpoint names none (an OpusLM training directory): the decoding yaml must.
         preprocessor: facts for the prompt. OpusLM: speaker_prompt_length (frames), pad_speaker_prompt, n_ctx (rows),
-            subword_model. Bagpiper: audio_input, audio_output (names of IOs).
+            codec_token_per_frame (ids a frame in arks), subword_model. Bagpiper: audio_input, audio_output (names of IOs).
         continuous_audio: encoder of user audio (encoder, dtype, weights, config, preprocessor_config: files below
             ``path`` or None), or None.
         max_rows: rows of a sequence at most, prompt included (max_position_embeddings).

@@ -48,7 +48,11 @@ def describe(source: Source, *, vocab_order: str = "name") -> Description:
     tokenizer = find_tokenizer(source, subword_model, "subword_model")
     codec, notes = _codec(source, layout)
     facts = {key: arguments.get(key, default) for key, default in _PREPROCESSOR.items()}
-    facts |= {"subword_model": subword_model, "n_ctx": transformer.get("n_ctx", _N_CTX)}
+    facts |= {
+        "subword_model": subword_model,
+        "n_ctx": transformer.get("n_ctx", _N_CTX),
+        "codec_token_per_frame": arguments.get("codec_token_per_frame") or layout.num_streams,
+    }
     files = (directory / "config.json", *tokenizer_files(tokenizer), *(codec.copies.values() if codec else ()))
     return Description(
         source=source,

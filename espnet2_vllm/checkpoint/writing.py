@@ -1,6 +1,7 @@
 """Writing a converted directory: shards one after the other, into a folder that appears under its name when complete."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -108,24 +109,37 @@ def appearing(target: Path, nbytes: int) -> Iterator[Path]:
 
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError if ``target`` exists and is neither empty nor a converted directory."""
-    if not target.exists() or (target / DESCRIPTION_FILE).is_file():
-        return
-    if not target.is_dir() or any(target.iterdir()):
-        raise CheckpointError(
-            f"{target} exists and is not a converted directory; it is left alone: choose another name"
-        )
+    while True:
+        try:
+            before = target.stat().st_ino
+            names = os.listdir(target)
+            after = target.stat().st_ino
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            names, after = [target.name], before
+        if not names or DESCRIPTION_FILE in names:
+            return
+        if before == after:  # else another process has just put its own there, and the list may be of both
+            raise CheckpointError(
+                f"{target} exists and is not a converted directory; it is left alone: choose another name"
+            )
 
 
 def _take_place(folder: Path, target: Path) -> None:
-    try:
-        os.rename(folder, target)  # also over an empty folder
-    except OSError:
-        # Whatever stands there now is ours (checked before) or was put there meanwhile by a process doing the same.
+    """Rename; also over an empty folder. A conversion in the way goes, also one that appears meanwhile."""
+    while True:
+        try:
+            os.rename(folder, target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
         check_replaceable(target)
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
         try:
-            os.rename(target, aside / target.name)
-            os.rename(folder, target)
+            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                os.rename(target, aside / target.name)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -168,6 +169,7 @@ def test_two_processes_at_once(tmp_path, repo):
     ]
     while not all((tmp_path / f"ready{k}").exists() for k in range(2)):
         assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
     start.touch()
     outputs = [process.communicate(timeout=300)[0].strip() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

@@ -1,6 +1,7 @@
 """What convert writes for variants of the golden checkpoints: wrappers, dtypes, shards, places."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -177,6 +178,36 @@ def test_small_shards_hold_the_same(tmp_path):
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 100_000
     assert_same_weights(tmp_path / "converted", converted(model))
     assert all(finding.ok for finding in check_directory(tmp_path / "converted"))
+
+
+def test_bagpiper_with_an_espnet_codec(tmp_path):
+    """The codec's weights are the checkpoint's, its discriminator is dropped; the first 4 of 8 codebooks are used."""
+    folder = copy_of("bagpiper", tmp_path / "bagpiper", "qwen3-s4-cb32-tied")
+    codec = copy_of("opuslm", tmp_path / "opuslm") / "codec"
+    shutil.rmtree(folder / "codec")
+    shutil.copytree(codec, folder / "codec")
+    change_text(
+        folder / "train.yaml", ("codec_choice: Xcodec", "codec_choice: ESPnet\n    codec_max_token_per_frame: 4")
+    )
+    prefix = "multimodal_io_dict.discrete_audio.codec_model."
+    weights = {name: tensor * 2 for name, tensor in state_dict(codec / "360epoch.pth").items()}
+
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+        tensors.update({prefix + name: tensor for name, tensor in weights.items()})
+
+    change_tensors(folder, change)
+    report = convert(folder, tmp_path / "converted")
+    checkpoint = open_checkpoint(tmp_path / "converted")
+    assert (checkpoint.codec.kind, checkpoint.codec.num_codebooks) == ("espnet", 4)
+    assert [span.size for span in checkpoint.layout.streams] == [33] * 4
+    written = state_dict(checkpoint.path / checkpoint.codec.checkpoint_path)
+    kept = {name for name in weights if not name.startswith("codec.discriminator.")}
+    assert written.keys() == kept
+    assert set(report.dropped) == {prefix + name for name in weights.keys() - kept} != set()
+    assert all(torch.equal(written[name], weights[name]) for name in kept)
+    assert [finding.what for finding in check_directory(checkpoint.path) if not finding.ok] == []
 
 
 def test_report_names_what_was_dropped(tmp_path):

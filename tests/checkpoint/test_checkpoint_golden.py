@@ -85,6 +85,7 @@ def test_layout_and_facts(model):
         assert checkpoint.preprocessor["speaker_prompt_length"] == 16
         assert checkpoint.preprocessor["pad_speaker_prompt"] is True
         assert checkpoint.preprocessor["n_ctx"] == 2048
+        assert checkpoint.preprocessor["codec_token_per_frame"] == 9
     else:
         assert checkpoint.preprocessor["audio_output"] == "discrete_audio"
         has_encoder = "contaudio" in model.name

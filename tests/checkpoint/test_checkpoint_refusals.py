@@ -213,10 +213,9 @@ def test_foreign_tokenizer(tmp_path):
 
 
 def test_tokenizer_larger_than_the_text(tmp_path):
-    folder = copy_of("bagpiper", tmp_path, "qwen3-s4-cb32-tied")
-    shutil.copyfile(
-        of_family("bagpiper")[-1].parent / "qwen3-s8-cb64/backbone/tokenizer.json", folder / "backbone/tokenizer.json"
-    )
+    folder = copy_of("bagpiper", tmp_path / "small", "qwen3-s4-cb32-tied")
+    other = copy_of("bagpiper", tmp_path / "large", "qwen3-s8-cb64")
+    shutil.copyfile(other / "backbone/tokenizer.json", folder / "backbone/tokenizer.json")
     refused(folder, "has 440 tokens, but text has 416 ids")
 
 

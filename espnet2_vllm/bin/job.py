@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..errors import SpeechLMError
 from ..io.journal import Record, digest
 from ..io.results import Draft, ResultWriter, Speech
@@ -18,6 +20,7 @@ from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
 
 if TYPE_CHECKING:
     from ..backends import Engine
+    from ..checkpoint import Checkpoint
     from ..decoding import DecodingConfig
 
 log = logging.getLogger(__name__)
@@ -216,14 +219,16 @@ def report(tally: Tally, seconds: float, where: str) -> int:
     return 1 if tally.refused else 0
 
 
+def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells a journal that it is the same checkpoint: where it came from and its description, which names its tensors."""
+    description = (checkpoint.path / "speechlm.json").read_bytes()
+    return {"path": str(checkpoint.path), "description": hashlib.sha256(description).hexdigest()[:16]}
+
+
 def journal_settings(
     config: DecodingConfig, *, checkpoint: Mapping[str, Any], backend: str, seed: int, nbest: int
 ) -> dict[str, Any]:
     """Everything that results depend on besides the utterances themselves."""
-    from dataclasses import asdict
-
-    from .. import __version__
-
     decoding = asdict(config)
     for name in ("source", "cli", "nproc", "seed", "nbest"):  # where they come from, or how files are laid out
         del decoding[name]

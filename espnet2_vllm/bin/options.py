@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, SpeechLMError
+
+log = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
 BACKENDS = ("vllm", "pytorch")
@@ -121,9 +124,42 @@ def parse_with_given(
     return args, frozenset(name for name, value in seen.items() if value is not _NOT_GIVEN)
 
 
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace, frozenset[str]], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Runs a command line: logging, and an exit code for everything that can be said in a sentence.
+
+    Args:
+        run: takes the arguments and the names of those that were given; returns the exit code.
+    """
+    args, given = parse_with_given(parser, argv)
+    set_up_logging(args.log_level)
+    log.info("command: %s %s", parser.prog, shlex.join(sys.argv[1:] if argv is None else argv))
+    try:
+        return run(args, given)
+    except SpeechLMError as error:
+        log.error("%s", error)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "espnet2_vllm"):
+            raise
+        log.error("the Python package %s is not installed in %s; tools/setup.sh installs it", error.name, sys.prefix)
+        return 1
+    except OSError as error:
+        # Output that cannot be written: no permission, no space, no such place.
+        log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return 1
+    except KeyboardInterrupt:
+        log.error("interrupted; what was finished is in the journal, the same command goes on from there")
+        return 130
+
+
 def set_up_logging(level: str = "INFO") -> None:
-    """Logs to stderr in ESPnet's format."""
-    logging.basicConfig(stream=sys.stderr, level=getattr(logging, level.upper()), format=LOG_FORMAT, force=True)
+    """Logs to stderr in ESPnet's format; where the caller has set up logging already, only the level is set."""
+    logging.basicConfig(stream=sys.stderr, format=LOG_FORMAT)
+    logging.getLogger().setLevel(level.upper())
 
 
 def choose_device(wanted: str | None, *, gpu: bool) -> str:

@@ -19,6 +19,11 @@ from .journal import Journal, Record, digest
 if TYPE_CHECKING:
     from ..codec import Codec
 
+# What is counted on the way (``ResultWriter.notes``).
+BREAKS = "line breaks in texts were replaced by blanks"
+OUTSIDE = "audio ids were no code of their stream and became the nearest one"
+CLIPPED = "samples were beyond full scale and were clipped"
+
 # Frames decoded by one call of the codec at most: bounds its memory (about 160 s at 50 frames a second).
 _CODEC_FRAMES = 8192
 
@@ -136,7 +141,7 @@ class ResultWriter(ABC):
     def _write_wav(self, clip: Clip, wav: np.ndarray) -> None:
         from ..audio.writing import write_wav
 
-        self.notes["samples clipped"] += write_wav(self.directory / clip.file, wav, self.speech.sample_rate)
+        self.notes[CLIPPED] += write_wav(self.directory / clip.file, wav, self.speech.sample_rate)
 
     @abstractmethod
     def finish(self, keys: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from .content import bagpiper_content
 from .files import whole_file
 from .journal import Journal, Record
 from .names import safe_file_name
-from .results import Clip, Draft, ResultWriter, Speech
+from .results import OUTSIDE, Clip, Draft, ResultWriter, Speech
 
 TEXT_FORMATS = ("list", "string")
 
@@ -51,7 +51,7 @@ class BagpiperWriter(ResultWriter):
         messages, clips = [], []
         for number, segment in enumerate(_messages(result), 1):
             content = bagpiper_content(self.layout, segment)
-            self.notes["codes out of range"] += content.outside
+            self.notes[OUTSIDE] += content.outside
             text = file = None
             if content.text is not None:
                 text = self.decode_text(content.text)

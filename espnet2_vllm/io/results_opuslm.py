@@ -21,7 +21,7 @@ from .content import Content, opuslm_content
 from .files import whole_file
 from .journal import Journal, Record
 from .names import one_line, safe_file_name
-from .results import Clip, Draft, ResultWriter, Speech
+from .results import BREAKS, OUTSIDE, Clip, Draft, ResultWriter, Speech
 
 DecodeText = Callable[[np.ndarray], str]
 DIALOGUE = "dialogue"
@@ -48,7 +48,7 @@ class OpusLMWriter(ResultWriter):
 
     def _content(self, segment: Segment) -> Content:
         content = opuslm_content(self.layout, segment)
-        self.notes["codes out of range"] += content.outside
+        self.notes[OUTSIDE] += content.outside
         return content
 
     def _ranks(self, keys: Sequence[str]) -> list[list[Record]]:
@@ -99,7 +99,7 @@ class TaskWriter(OpusLMWriter):
                 text = file = None
                 if content.codes is None:
                     text, broken = one_line(self.decode_text(content.text))
-                    self.notes["line breaks replaced"] += broken
+                    self.notes[BREAKS] += broken
                 else:
                     file = f"{entry}/{safe_file_name(name, '.wav')}"
                     clips.append(Clip(file, content.codes, segment.generated))

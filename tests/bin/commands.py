@@ -1,11 +1,14 @@
 """Runs the decoding command lines in this process, on recorded models."""
 
 import pathlib
+import resource
 import shutil
+import subprocess
+import sys
 
 import yaml
 
-from espnet2_vllm.bin import speechlm_inference_chat
+from espnet2_vllm.bin import inference, speechlm_inference_chat
 
 
 def chat_arguments(model: pathlib.Path, decode, data, output_dir, *more, backend="pytorch") -> list[str]:
@@ -19,6 +22,20 @@ def chat_arguments(model: pathlib.Path, decode, data, output_dir, *more, backend
 
 def chat(*arguments, **options) -> int:
     return speechlm_inference_chat.main(chat_arguments(*arguments, **options))
+
+
+def bagpiper_arguments(model: pathlib.Path, config, specifier, output_dir, *more, backend="pytorch") -> list[str]:
+    """As ESPnet's launchers give them, with a data set that is not registered."""
+    return [
+        *("--train-config", str(model / "train.yaml")),
+        *("--model-checkpoint", str(model / "mp_rank_00_model_states.pt")),
+        *("--inference-config", str(config), "--output-dir", str(output_dir)),
+        *("--test-unregistered-specifier", specifier, "--backend", backend, *map(str, more)),
+    ]
+
+
+def bagpiper(*arguments, **options) -> int:
+    return inference.main(bagpiper_arguments(*arguments, **options))
 
 
 def writable(model: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
@@ -35,3 +52,11 @@ def edited_yaml(source: pathlib.Path, target: pathlib.Path, change) -> pathlib.P
     change(data)
     target.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     return target
+
+
+def help_of(module: str) -> tuple[str, float]:
+    """What ``--help`` prints, and the processor time that it takes (the wall clock also counts who else is at work)."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -5,14 +5,13 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 
 import kaldiio
 import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import chat, chat_arguments, edited_yaml, writable
+from commands import chat, chat_arguments, edited_yaml, help_of, writable
 from conftest import golden_models
 from trees import result_files
 
@@ -41,6 +40,8 @@ def decode(model):
     """A short decoding yaml."""
 
     def shorten(data):
+        for name in ("nproc", "nbest"):  # they would win over the command line
+            data.pop(name, None)
         for name in ("codec_ssl", "text_bpe"):
             data[name].update(maxlen=20, search_algo="topk_sampling", topk=1)
 
@@ -337,14 +338,9 @@ def test_a_refused_utterance_is_tried_again(model, decode, tmp_path):
 
 # -- the process ------------------------------------------------------------------------------------------------------
 def test_help_is_quick_and_names_espnets_options():
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "espnet2_vllm.bin.speechlm_inference_chat", "--help"], capture_output=True, text=True
-    )
-    seconds = time.monotonic() - begun
-    assert done.returncode == 0
+    text, seconds = help_of("espnet2_vllm.bin.speechlm_inference_chat")
     for name in ("nproc", "inference_last_segment", "data_path_and_name_and_type", "nbest", "backend", "in_flight"):
-        assert f"--{name}" in done.stdout
+        assert f"--{name}" in text
     assert seconds < 0.5, f"--help took {seconds:.2f} s"
 
 
@@ -352,7 +348,7 @@ def test_the_log_goes_to_stderr_and_ends_with_a_summary(model, decode, tmp_path)
     arguments = chat_arguments(model, decode, data_json(model, ASR, ["u00"]), tmp_path / "out")
     command = [sys.executable, "-m", "espnet2_vllm.bin.speechlm_inference_chat", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert done.returncode == 0
     first, *_, last = [line for line in done.stderr.splitlines() if ") INFO: " in line]
     assert "command: " in first and str(model / "model.pth") in first
     assert "1 utterances: 1 ok" in last and "rows/s" in last and str(tmp_path / "out") in last

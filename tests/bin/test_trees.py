@@ -1,11 +1,20 @@
 """Both command lines write the recorded trees: names, keys, order, bytes, and wavs within 2 LSB."""
 
+import json
+
 import pytest
-from commands import chat
+from commands import chat, edited_yaml
 from conftest import golden_files
 from trees import assert_same_tree
 
+from espnet2_vllm import backends
+from espnet2_vllm.bin import inference
+
 CHAT_TREES = [path.parent for path in golden_files("opuslm/*/trees/*/data.json")]
+# Sets with continuous audio input are not decoded yet.
+BAGPIPER_TREES = [
+    path.parent for path in golden_files("bagpiper/*/trees/*/details.json") if "asr_" not in path.parent.name
+]
 tree_id = lambda path: f"{path.parent.parent.name}-{path.name}"  # noqa: E731
 
 
@@ -15,10 +24,85 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("ESPNET2_VLLM_CACHE", str(tmp_path_factory.getbasetemp() / "converted"))
 
 
+@pytest.fixture(scope="module")
+def engines():
+    """One engine at a time, kept for the next test that wants the same: starting vLLM takes longer than decoding a tree."""
+    kept = {}
+    make_engine = backends.make_engine
+
+    def make(name, checkpoint, dtype, **options):
+        wanted = (name, checkpoint.path, dtype, *sorted(options.items()))
+        if wanted not in kept:
+            for _, close in kept.values():
+                close()
+            kept.clear()
+            engine = make_engine(name, checkpoint, dtype, **options)
+            kept[wanted] = engine, engine.close
+            engine.close = lambda: None
+        engine, _ = kept[wanted]
+        assert engine.unfinished == 0
+        return engine
+
+    yield make
+    for _, close in kept.values():
+        close()
+
+
 @pytest.mark.parametrize("tree", CHAT_TREES, ids=tree_id)
-def test_chat_trees_are_espnets(tree, tmp_path, monkeypatch):
+@pytest.mark.parametrize("backend", ["pytorch", "vllm"])
+def test_chat_trees_are_espnets(backend, tree, tmp_path, monkeypatch, engines):
+    if backend == "vllm":
+        pytest.importorskip("vllm")
+        monkeypatch.setattr(backends, "make_engine", engines)
     model = tree.parent.parent
     monkeypatch.chdir(model)  # paths in data.json count from here
-    assert chat(model, tree / "decode.yaml", tree / "data.json", tmp_path / "out") == 0
+    assert chat(model, tree / "decode.yaml", tree / "data.json", tmp_path / "out", backend=backend) == 0
     prefix = f"trees/{tree.name}/expected"
     assert_same_tree(tmp_path / "out", tree / "expected", prefix, merged_by_rank=tree.name.endswith("_nproc2"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("tree", BAGPIPER_TREES, ids=tree_id)
+def test_bagpiper_trees_are_espnets(tree, workers, tmp_path, monkeypatch):
+    expected = tree / ("expected" if workers == 1 else f"expected_num_workers{workers}")
+    if not expected.is_dir():
+        pytest.skip(f"{tree.name} was not recorded with {workers} workers")
+    command = json.loads((tree / "details.json").read_text(encoding="utf-8"))["command"]
+    assert command["module"] == "espnet2.speechlm.bin.inference"
+    monkeypatch.chdir(tree.parent.parent)
+    for name, value in command["env"].items():
+        monkeypatch.setenv(name, value)
+    arguments = list(command["args"])  # ESPnet's, verbatim
+    arguments[arguments.index("--num-workers") + 1] = str(workers)
+    arguments[arguments.index("--output-dir") + 1] = str(tmp_path / "out")
+    assert inference.main([*arguments, "--backend", "pytorch"]) == 0
+    # Both recordings name the folder that they were made in.
+    (results, *_) = expected.glob("*/inference_rank0/results.json")
+    ((*_, wav), *_) = [
+        m for messages in json.loads(results.read_text("utf-8")).values() for m in messages if m[1] == "audio"
+    ]
+    prefix = wav[: wav.index(f"/{results.parent.parent.name}/")]
+    assert_same_tree(tmp_path / "out", expected, prefix)
+
+
+@pytest.mark.parametrize("tree", BAGPIPER_TREES, ids=tree_id)
+def test_both_backends_write_the_same_bagpiper_tree(tree, tmp_path, monkeypatch, engines):
+    """Without guidance, which vllm does not have; with sampling, whose noise is the same on both."""
+    pytest.importorskip("vllm")
+    monkeypatch.chdir(tree.parent.parent)
+    monkeypatch.setattr(backends, "make_engine", engines)
+    command = json.loads((tree / "details.json").read_text(encoding="utf-8"))["command"]
+    for name, value in command["env"].items():
+        monkeypatch.setenv(name, value)
+
+    def change(data):
+        data["audio"].update(cfg=1, temperature=0.7)
+        data["text"].update(temperature=0.9)
+
+    arguments = list(command["args"])
+    config = edited_yaml(tree / "inference.yaml", tmp_path / "inference.yaml", change)
+    arguments[arguments.index("--inference-config") + 1] = str(config)
+    for backend in ("pytorch", "vllm"):
+        arguments[arguments.index("--output-dir") + 1] = str(tmp_path / backend)
+        assert inference.main([*arguments, "--backend", backend, "--in-flight", "3"]) == 0
+    assert_same_tree(tmp_path / "vllm", tmp_path / "pytorch", str(tmp_path / "pytorch"))

@@ -13,9 +13,9 @@ from espnet2_vllm.plan import Given, Hypothesis, Result, Segment, Utterance, Wan
 ROLES = ("system", "user", "assistant")
 
 
-def load_case(path: pathlib.Path) -> tuple[dict, dict]:
-    with np.load(path.with_suffix(".npz")) as arrays:
-        return json.loads(path.read_text(encoding="utf-8")), dict(arrays)
+def load_case(path: pathlib.Path) -> tuple[dict, np.lib.npyio.NpzFile]:
+    """The description of a case and its arrays, which are read when they are asked for."""
+    return json.loads(path.read_text(encoding="utf-8")), np.load(path.with_suffix(".npz"))
 
 
 def opuslm_speech(model: pathlib.Path) -> Speech:

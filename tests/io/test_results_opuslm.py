@@ -13,6 +13,7 @@ from recorded import load_case, opuslm_result, opuslm_speech
 from trees import WAV_TOLERANCE, assert_same_tree
 
 from espnet2_vllm.io.journal import Journal
+from espnet2_vllm.io.results import BREAKS, OUTSIDE
 from espnet2_vllm.io.results_opuslm import ChatWriter, TaskWriter
 from espnet2_vllm.plan import REFUSED, Given, Hypothesis, Result, Segment, Utterance, Wanted
 from espnet2_vllm.text import TextTokenizer
@@ -83,10 +84,8 @@ def wav_path(directory, name):
 
 def check_arrays(arrays, directory):
     count = 0
-    for name, expected in arrays.items():
-        kind, _, rest = name.partition(".")
-        if kind != "writer":
-            continue
+    for name in (name for name in arrays if name.startswith("writer.")):
+        rest, expected = name.removeprefix("writer."), arrays[name]
         if ".tokens." in rest:
             entry, _, key = rest.partition(".tokens.")
             tokens = kaldiio.load_scp(str(directory / entry / f"{entry}_token.scp"))[key]
@@ -107,10 +106,8 @@ def check_direct(case, arrays, directory):
         if case["mode"] == "task":
             assert lines(directory / "text" / "text")[index] == f"{case['key']}_sample{index} {text}"
             count += 1
-    for name, expected in arrays.items():
-        if not name.startswith("direct.wav_float."):
-            continue
-        place = name.removeprefix("direct.wav_float.")
+    for name in (name for name in arrays if name.startswith("direct.wav_float.")):
+        expected, place = arrays[name], name.removeprefix("direct.wav_float.")
         (path,) = directory.rglob(f"{case['key']}_{place}.wav")
         wav, rate = soundfile.read(path, dtype="int16")
         assert rate == 16000 and len(wav) == len(expected)
@@ -231,7 +228,7 @@ def test_a_line_break_in_a_text_does_not_break_the_file(model, tmp_path, breaker
     blanks = " " * len(breaker)
     expected = f"textlm_a_sample0 one{blanks}two\ntextlm_b_sample0 one{blanks}two\n"
     assert (tmp_path / "text" / "text").read_bytes().decode() == expected
-    assert writer.notes["line breaks replaced"] == 2 * len(breaker)
+    assert writer.notes[BREAKS] == 2 * len(breaker)
 
 
 def test_control_characters_that_espnet_writes_stay(model, tmp_path):
@@ -240,7 +237,7 @@ def test_control_characters_that_espnet_writes_stay(model, tmp_path):
     store(writer, text_result(writer.layout, "textlm_a", [1]))
     writer.finish(["textlm_a"])
     assert (tmp_path / "text" / "rank0_text").read_bytes() == f"textlm_a_sample0 {text}\n".encode()
-    assert not writer.notes["line breaks replaced"]
+    assert not writer.notes[BREAKS]
 
 
 def test_no_tokens_at_all_are_written_and_read_back(model, tmp_path):
@@ -275,7 +272,7 @@ def test_codes_out_of_range_are_counted_and_do_not_stop_the_writer(model, tmp_pa
     result = Result("t_u", (Hypothesis((segment,)),), utterance=Utterance("t_u", (Wanted(head, "codec_ssl"),)))
     writer = make_writer(TaskWriter, model, tmp_path, task="t", entries=["wav.scp"])
     assert store(writer, result).outcome == "ok"
-    assert writer.notes["codes out of range"] == 1
+    assert writer.notes[OUTSIDE] == 1
     assert (tmp_path / "wav.scp" / "t_u_sample0.wav").is_file()
 
 

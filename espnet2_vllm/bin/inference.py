@@ -1,0 +1,249 @@
+"""``python -m espnet2_vllm.bin.inference``: ESPnet's Bagpiper decoder, with its options and its result trees.
+
+Takes what ``espnet2.speechlm.bin.inference`` takes, in the spelling of every revision. One engine serves all utterances;
+``--num-workers`` decides only how results are laid out: sample i goes to ``inference_rank<r>`` with r = i modulo workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, ConfigError
+from .options import add, add_decoding_options, at_least, choose_device, engine_options, run_command
+
+if TYPE_CHECKING:
+    from ..backends import Engine
+    from ..checkpoint import Checkpoint
+    from ..decoding import DecodingConfig
+    from ..io.dataset_json import Dataset
+    from ..io.results import Speech
+    from ..io.results_bagpiper import BagpiperWriter
+    from ..io.specifiers import Specifier
+    from ..text import TextTokenizer
+    from .job import Item
+
+log = logging.getLogger(__name__)
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """ESPnet's options, verbatim, and ours."""
+    parser = argparse.ArgumentParser(
+        prog="python -m espnet2_vllm.bin.inference",
+        description="Decode dataset.json sets with a Bagpiper checkpoint",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    group = parser.add_argument_group("ESPnet")
+    config_help = "Path to training configuration file, or a converted directory"
+    add(group, "train-config", type=Path, required=True, help=config_help)
+    add(group, "inference-config", type=Path, required=True, help="Path to inference configuration file")
+    add(group, "model-checkpoint", type=Path, help="Path to model checkpoint to load; not for a converted directory")
+    add(group, "output-dir", type=Path, default=Path("exp/inference_mp"), help="Directory to save inference results")
+    add(group, "test-unregistered-specifier", help="task:name:path/dataset.json, several separated by blanks")
+    add(group, "test-registered-specifier", help="task:name of ESPNET_DATASET_REGISTRY, several separated by blanks")
+    add(group, "num-workers", type=at_least(1), default=1, help="inference_rank folders to write")
+    add(group, "rank", type=at_least(1), default=1, help="Number of this job among --world-size, from 1")
+    add(group, "world-size", type=at_least(1), default=1, help="Jobs that share the samples")
+    add(group, "seed", type=at_least(0), default=42, help="Random seed")
+    group = parser.add_argument_group("output")
+    formats = ("list", "string")
+    text_help = "A text in results.json: list of one string (ESPnet up to 2026), or string (newer)"
+    add(group, "text-format", choices=formats, default="list", help=text_help)
+    levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
+    add(group, "log-level", type=str.upper, default="INFO", choices=levels, help="The verbose level of logging")
+    add_decoding_options(parser, style="-")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 if every utterance has a result, 1 if one was refused or the data cannot be read, 2 for wrong usage."""
+    return run_command(get_parser(), run, argv)
+
+
+def run(args: argparse.Namespace, given: frozenset[str]) -> int:
+    """Decodes all data sets. Everything that can be wrong with settings and files is looked at before the engine starts."""
+    from ..checkpoint import ensure_converted
+    from ..decoding import load_decoding
+    from ..io.dataset_json import open_datasets
+
+    specifiers = _specifiers(args)
+    if args.rank > args.world_size:
+        raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
+    config = load_decoding(args.inference_config, "bagpiper")
+    check_guidance(args.backend, config)
+    options = engine_options(args)
+    datasets = open_datasets(specifiers)
+    checkpoint = ensure_converted(
+        args.train_config, args.model_checkpoint, vocab_order=args.vocab_order, family="bagpiper"
+    )
+    config.check_vocabulary(checkpoint.layout.vocab_size)
+    device = choose_device(args.device, gpu=True)
+    speech = load_speech(config, checkpoint, device)
+    if args.backend == "pytorch":
+        options["device"] = device
+    return _decode_all(args, config, checkpoint, datasets, speech, options)
+
+
+def _specifiers(args: argparse.Namespace) -> list[Specifier]:
+    from ..io.specifiers import parse_specifiers
+
+    registered, unregistered = args.test_registered_specifier, args.test_unregistered_specifier
+    if (registered is None) == (unregistered is None):
+        raise ConfigError("give exactly one of --test-registered-specifier and --test-unregistered-specifier")
+    return parse_specifiers(registered or unregistered or "", registered=registered is not None)
+
+
+def check_guidance(backend: str, config: DecodingConfig) -> None:
+    """Refuse what the backend would refuse for every single utterance.
+
+    Raises:
+        ConfigError: if segments that the yaml enforces need guidance, which the vllm backend does not have.
+    """
+    if backend != "vllm":
+        return
+    for name in config.enforce_modality:
+        block = getattr(config, name, None)
+        if block is not None and block.guided:
+            raise ConfigError(
+                f"{config.source}: {name}.cfg: {block.cfg:g}: the vllm backend has no guidance; write cfg: 1, or decode with "
+                "--backend pytorch"
+            )
+
+
+def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> Speech | None:
+    """The checkpoint's codec; None if it has none and none is needed.
+
+    Raises:
+        ConfigError: if audio may be generated and the checkpoint has no codec.
+        CheckpointError: if the codec cannot be loaded or does not fit the checkpoint's streams.
+    """
+    from ..codec import check_codec_fits, load_codec
+    from ..io.results import Speech
+
+    if checkpoint.codec is None:
+        if config.audio is not None:
+            raise ConfigError(
+                f"{config.source} has a block audio, but the checkpoint names no codec that could make waveforms; take the block "
+                "out, or convert the checkpoint with its codec"
+            )
+        return None
+    layout = checkpoint.layout
+    codec = load_codec(checkpoint.codec, device=device, base_dir=checkpoint.codec_base)
+    sizes = {layout.code_spans[stream].size for stream in layout.codec_streams}
+    if len(sizes) != 1:
+        raise CheckpointError(f"the codebooks of the checkpoint differ in size: {sorted(sizes)}")
+    check_codec_fits(codec, len(layout.codec_streams), sizes.pop())
+    return Speech(codec)
+
+
+def _decode_all(
+    args: argparse.Namespace,
+    config: DecodingConfig,
+    checkpoint: Checkpoint,
+    datasets: Sequence[Dataset],
+    speech: Speech | None,
+    options: dict[str, Any],
+) -> int:
+    from ..backends import make_engine
+    from ..text import TextTokenizer
+    from .job import checkpoint_identity, journal_settings, report
+
+    tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    settings = journal_settings(
+        config, checkpoint=checkpoint_identity(checkpoint), backend=args.backend, seed=args.seed, nbest=1
+    )
+    codes = []
+    with ExitStack() as stack:
+        # All at once, so that a directory in use is found before anything is decoded.
+        writers = [_open_writers(args, checkpoint, dataset, speech, tokenizer, settings, stack) for dataset in datasets]
+        engine = make_engine(args.backend, checkpoint, config.dtype, **options)
+        stack.callback(engine.close)
+        for dataset, of_ranks in zip(datasets, writers, strict=True):
+            begun = time.monotonic()
+            tally = _decode(args, config, checkpoint, dataset, speech, tokenizer, engine, of_ranks)
+            where = str(args.output_dir / _directory(dataset))
+            codes.append(report(tally, time.monotonic() - begun, where))
+    return max(codes)
+
+
+def _directory(dataset: Dataset) -> str:
+    from ..io.names import safe_file_name
+
+    return safe_file_name(dataset.directory_name)
+
+
+def _open_writers(
+    args: argparse.Namespace,
+    checkpoint: Checkpoint,
+    dataset: Dataset,
+    speech: Speech | None,
+    tokenizer: TextTokenizer,
+    settings: dict[str, Any],
+    stack: ExitStack,
+) -> dict[int, BagpiperWriter]:
+    """The writer of each rank of this job; their journals are closed with ``stack``."""
+    from ..io.journal import Journal
+    from ..io.results_bagpiper import BagpiperWriter
+
+    writers = {}
+    first = (args.rank - 1) * args.num_workers
+    for rank in range(first, first + args.num_workers):
+        directory = args.output_dir / _directory(dataset) / f"inference_rank{rank}"
+        journal = Journal(directory, settings, resume=args.resume)
+        stack.callback(journal.close)
+        writers[rank] = BagpiperWriter(
+            directory, checkpoint.layout, journal, speech, tokenizer.decode_bagpiper, args.text_format
+        )
+    return writers
+
+
+def _decode(
+    args: argparse.Namespace,
+    config: DecodingConfig,
+    checkpoint: Checkpoint,
+    dataset: Dataset,
+    speech: Speech | None,
+    tokenizer: TextTokenizer,
+    engine: Engine,
+    writers: dict[int, BagpiperWriter],
+) -> Any:
+    from ..io.dataset_json import read_utterances
+    from ..prompt.bagpiper import codec_encoder
+    from .job import run_job
+
+    world = args.world_size * args.num_workers
+    writer_of = {uid: writers[i % world] for i, uid in enumerate(dataset.samples) if i % world in writers}
+    layout = checkpoint.layout
+
+    def items() -> Iterator[tuple[BagpiperWriter, Item]]:
+        utterances = read_utterances(
+            dataset,
+            layout,
+            tokenizer,
+            samples=tuple(writer_of),
+            encode_audio=None if speech is None else codec_encoder(layout, speech.codec),
+            audio_input=checkpoint.preprocessor.get("audio_input") or "discrete_audio",
+        )
+        for item in utterances:
+            yield writer_of[item[0] if isinstance(item, tuple) else item.key], item
+
+    return run_job(
+        engine,
+        config,
+        list(writers.values()),
+        items(),
+        speech=speech,
+        seed=args.seed,
+        in_flight=args.in_flight,
+        total=len(writer_of),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""``python -m espnet2_vllm.bin.speechlm_inference_chat``: ESPnet's OpusLM decoder, with its options and its result trees.
+
+Takes what ``espnet2.bin.speechlm_inference_chat`` takes (stage 9 of ``speechlm.sh``). One engine serves all utterances; ``--nproc``
+decides only how results are laid out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, ConfigError, DataError
+from .options import (
+    add,
+    add_decoding_options,
+    at_least,
+    choose_device,
+    engine_options,
+    flag,
+    run_command,
+)
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..decoding import DecodingConfig
+    from ..io.data_json import DataJson
+    from ..io.results import Speech
+    from .job import Item
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+_SHAPES_FILES = (
+    "nproc",
+    "num_workers",
+    "batch_size",
+)  # options that ask ESPnet for processes, which one engine replaces
+_NOT_FROM_YAML = ("inference_mode", "device")  # ESPnet's own main takes no notice of these keys either
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """ESPnet's options, verbatim, and ours."""
+    parser = argparse.ArgumentParser(
+        prog="python -m espnet2_vllm.bin.speechlm_inference_chat",
+        description="Decode data.json sets with an OpusLM checkpoint",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    group = parser.add_argument_group("ESPnet")
+    add(group, "nproc", type=at_least(1), default=1, help="Rank files to write; example i goes to rank i %% nproc")
+    add(group, "output_dir", type=Path, required=True, help="The path of output directory")
+    add(group, "batch_size", type=at_least(1), default=1, help="Accepted; the engine batches by itself")
+    add(group, "ngpu", type=at_least(0), default=0, help="The number of gpus. 0 indicates CPU mode (pytorch backend)")
+    add(group, "seed", type=at_least(0), default=0, help="Random seed")
+    add(group, "num_workers", type=at_least(0), default=0, help="Accepted; there is no DataLoader")
+    levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
+    add(group, "log_level", type=str.upper, default="INFO", choices=levels, help="The verbose level of logging")
+    add(group, "model_file", help="Model parameter file")
+    add(group, "train_config", help="Training configuration file, or a converted directory")
+    add(group, "dtype", default="float32", choices=DTYPES, help="Data type")
+    add(group, "inference_config_file", help="Inference configuration file; decode_default.yaml beside the checkpoint")
+    add(
+        group, "inference_last_segment", type=flag, default=False, help="Decode the last segment only, given the others"
+    )
+    add(group, "nbest", type=at_least(1), help="Number of hypotheses to return; 1 if neither this nor the yaml says")
+    add(group, "data_path_and_name_and_type", help="PATH/data.json,_,dataset_json")
+    add_decoding_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 if every utterance has a result, 1 if one was refused or the data cannot be read, 2 for wrong usage."""
+    return run_command(get_parser(), run, argv)
+
+
+def run(args: argparse.Namespace, given: frozenset[str]) -> int:
+    """Decodes one set. Everything that can be wrong with settings and files is looked at before the engine starts."""
+    from ..checkpoint import ensure_converted
+    from ..io.data_json import open_data_json
+
+    config = _settings(args, given)
+    data = open_data_json(_data_path(args.data_path_and_name_and_type))
+    nbest = args.nbest or 1
+    if data.task.chat and nbest > 1:
+        raise ConfigError(f"nbest {nbest}: a dialogue ({data.path}) is decoded with nbest 1 only")
+    options = engine_options(args)
+    checkpoint = ensure_converted(args.train_config, args.model_file, vocab_order=args.vocab_order, family="opuslm")
+    config.check_streams(checkpoint.layout.num_streams)
+    config.check_vocabulary(checkpoint.layout.vocab_size)
+    device = choose_device(args.device, gpu=args.ngpu > 0 or args.backend == "vllm")
+    speech = load_speech(config, checkpoint, data, args.train_config, device)
+    if args.backend == "pytorch":
+        options["device"] = device
+    return _decode(args, config, checkpoint, data, speech, options, nbest)
+
+
+def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig:
+    """The decoding yaml; its keys that are options of the command line are put into ``args``, as ESPnet's main does."""
+    from ..decoding import load_decoding
+
+    config = load_decoding(_config_file(args), "opuslm")
+    for name, value in config.cli.items():
+        if name in _NOT_FROM_YAML or not hasattr(args, name):
+            log.warning("%s: %s has no effect on this command line", config.source, name)
+            continue
+        if config.dialect == "flat" and name in given:
+            log.info("--%s %s wins over %s in %s", name, getattr(args, name), value, config.source)
+            continue
+        if name in given and getattr(args, name) != value:
+            log.warning(
+                "%s: %s: %s wins over --%s %s, as in ESPnet", config.source, name, value, name, getattr(args, name)
+            )
+        setattr(args, name, Path(value) if name == "output_dir" else value)
+    logging.getLogger().setLevel(args.log_level.upper())
+    for name in ("train_config", "data_path_and_name_and_type"):
+        if not getattr(args, name):
+            raise ConfigError(f"--{name} is missing")
+    if args.ngpu > 1:
+        raise ConfigError(
+            f"--ngpu {args.ngpu}: ESPnet decodes on one GPU a process; for several GPUs give the engine its own option, "
+            "--engine_option tensor_parallel_size=N"
+        )
+    for name in _SHAPES_FILES:
+        if getattr(args, name) > 1:
+            effect = f"results are laid out as by {args.nproc} processes" if name == "nproc" else "no effect"
+            log.info("--%s %d: one engine decodes everything; %s", name, getattr(args, name), effect)
+    return config.replace(inference_last_segment=args.inference_last_segment, dtype=args.dtype)
+
+
+def _config_file(args: argparse.Namespace) -> Path:
+    if args.inference_config_file:
+        return Path(args.inference_config_file)
+    beside = Path(args.train_config or "").parent / "decode_default.yaml"
+    if args.train_config and beside.is_file():
+        log.info("no --inference_config_file: using %s", beside)
+        return beside
+    raise ConfigError("--inference_config_file is missing; expected a decoding yaml with blocks codec_ssl and text_bpe")
+
+
+def _data_path(triplet: str) -> Path:
+    """``PATH`` of ``PATH,_,dataset_json``."""
+    path, *rest = triplet.strip().rsplit(",", 2)
+    if rest and (len(rest) != 2 or rest[1] != "dataset_json"):
+        raise ConfigError(f"--data_path_and_name_and_type {triplet!r}: expected PATH/data.json,_,dataset_json")
+    return Path(path)
+
+
+def load_speech(
+    config: DecodingConfig, checkpoint: Checkpoint, data: DataJson, train_config: str, device: str
+) -> Speech | None:
+    """The codec that makes wavs of given and generated audio; None if the task has no audio.
+
+    The decoding yaml's ``codec_ssl.tokenizer`` wins over the checkpoint's, as in ESPnet.
+
+    Raises:
+        ConfigError: if there is audio to write and no codec is named.
+        CheckpointError: if the codec cannot be loaded or does not fit the checkpoint's streams.
+    """
+    from ..codec import SILENT_FRAMES, check_codec_fits, codec_from_tokenizer, load_codec
+    from ..io.results import Speech
+    from ..prompt.tasks import AUDIO_MODALITIES
+
+    task, layout = data.task, checkpoint.layout
+    description, base = checkpoint.codec, checkpoint.codec_base
+    if config.audio is not None and config.audio.tokenizer is not None:
+        description = codec_from_tokenizer(config.audio.tokenizer, where=f"{config.source}: codec_ssl.tokenizer")
+        base = Path(train_config) if Path(train_config).is_dir() else Path(train_config).parent
+    written = any(entry.modality in AUDIO_MODALITIES for entry in task.entries) or task.chat
+    if not written:
+        return None
+    if description is None:
+        if task.name == "text_dialogue":
+            return None
+        raise ConfigError(
+            f"task {task.name} writes wav files, but neither {config.source} nor the checkpoint names a codec; add the block "
+            "codec_ssl.tokenizer (codec_choice, codec_fs, hf_model_tag or config_path and checkpoint_path)"
+        )
+    codec = load_codec(description, device=device, base_dir=base)
+    sizes = {layout.code_spans[stream].size for stream in layout.codec_streams}
+    if len(sizes) != 1:
+        raise CheckpointError(f"the codebooks of the checkpoint differ in size: {sorted(sizes)}")
+    check_codec_fits(codec, len(layout.codec_streams), sizes.pop())
+    return Speech(codec, silent_frames=SILENT_FRAMES)
+
+
+def _decode(
+    args: argparse.Namespace,
+    config: DecodingConfig,
+    checkpoint: Checkpoint,
+    data: DataJson,
+    speech: Speech | None,
+    options: dict[str, Any],
+    nbest: int,
+) -> int:
+    from ..backends import make_engine
+    from ..io.journal import Journal
+    from ..io.results_opuslm import ChatWriter, TaskWriter
+    from ..prompt.opuslm import Facts
+    from ..text import TextTokenizer
+    from .job import checkpoint_identity, journal_settings, report, run_job
+
+    tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    settings = journal_settings(
+        config, checkpoint=checkpoint_identity(checkpoint), backend=args.backend, seed=args.seed, nbest=nbest
+    )
+    journal = Journal(args.output_dir, settings, resume=args.resume)
+    shared = (args.output_dir, checkpoint.layout, journal, speech, tokenizer.decode_opuslm, args.nproc)
+    if data.task.chat:
+        writer = ChatWriter(*shared)
+    else:
+        entries = [entry.name for entry in data.task.entries]
+        writer = TaskWriter(*shared, task=data.task.name, entries=entries)
+    facts = Facts.from_preprocessor(checkpoint.preprocessor)
+    items = _utterances(data, checkpoint, tokenizer, facts, args, speech)
+    engine = make_engine(args.backend, checkpoint, args.dtype, **options)
+    begun = time.monotonic()
+    try:
+        tally = run_job(
+            engine,
+            config,
+            [writer],
+            ((writer, item) for item in items),
+            speech=speech,
+            seed=args.seed,
+            nbest=nbest,
+            in_flight=args.in_flight,
+            total=len(data.examples),
+        )
+    finally:
+        engine.close()
+        journal.close()
+    return report(tally, time.monotonic() - begun, str(args.output_dir))
+
+
+def _utterances(
+    data: DataJson, checkpoint: Checkpoint, tokenizer: Any, facts: Any, args: argparse.Namespace, speech: Speech | None
+) -> Iterator[Item]:
+    """What the job decodes; audio that could not be written is refused before it is decoded."""
+    from ..drive import modality_of_name
+    from ..io.data_json import read_utterances
+    from ..plan import Utterance
+
+    for item in read_utterances(
+        data,
+        checkpoint.layout,
+        tokenizer,
+        facts,
+        seed=args.seed,
+        inference_last_segment=args.inference_last_segment,
+    ):
+        if speech is None and isinstance(item, Utterance):
+            audio = [part for part in item.parts if modality_of_name(part.modality) == "audio"]
+            if audio:
+                reason = f"{item.key}: has {len(audio)} audio segments, but no codec is named to write them"
+                yield item.key, DataError(reason)
+                continue
+        yield item
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCHEDULER = "espnet2_vllm.engine.scheduler.SpeechScheduler"
-WORKERS = {True: "espnet2_vllm.engine.workers.SpeechCPUWorker", False: "espnet2_vllm.engine.workers.SpeechGPUWorker"}
+WORKERS = {
+    True: "espnet2_vllm.engine.worker_cpu.SpeechCPUWorker",
+    False: "espnet2_vllm.engine.worker_gpu.SpeechGPUWorker",
+}
 
 
 class VllmEngine:
@@ -65,6 +68,9 @@ class VllmEngine:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        elif dtype == "float32":
+            # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):

@@ -42,7 +42,9 @@ class SpeechModelState(DefaultModelState):
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
-        args = new_req_data.sampling_params.extra_args[EXTRA_ARGS]
+        args = (new_req_data.sampling_params.extra_args or {}).get(EXTRA_ARGS)
+        if args is None:
+            return  # vLLM's warm-up; the scheduler admits no such request
         resume = getattr(new_req_data, "speechlm_resume", None)
         self.core.add(req_index, args, len(new_req_data.prompt_token_ids), resume)
         self.slot_of[new_req_data.req_id] = req_index
@@ -136,7 +138,7 @@ class SpeechPromptWorker:
         self._wanted: dict[str, Predictions] = {}
 
     def add_request(self, req_id: str, req_idx: int, sampling_params: Any) -> None:
-        if sampling_params.prompt_logprobs is not None:
+        if sampling_params.prompt_logprobs is not None and req_id in self.state.slot_of:
             self._wanted[req_id] = Predictions(self.state.core.layout.num_streams)
 
     def remove_request(self, req_id: str) -> None:

@@ -1,0 +1,27 @@
+"""What our workers (``worker_cls``) add to vLLM's own: what no smaller hook reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SpeechWorker:
+    """Hands the V2 runner's model state what vLLM's own hooks do not bring it.
+
+    Our predictions over prompts take the place of the runner's prompt log-probabilities.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        # Asked once: the property of the configuration looks through all installed packages each time.
+        self._v2 = self.vllm_config.use_v2_model_runner
+        if self._v2:
+            from .v2 import SpeechPromptWorker
+
+            self.model_runner.prompt_logprobs_worker = SpeechPromptWorker(self.model_runner.model_state)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self._v2:
+            # vLLM's own warm-up steps come without the scheduler's word.
+            self.model_runner.model_state.text_rows = getattr(scheduler_output, "speechlm_text_rows", None)
+        return super().execute_model(scheduler_output)

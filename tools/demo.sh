@@ -11,9 +11,9 @@ case " $* " in
 esac
 "${repo}/tools/setup.sh"
 # This environment, whichever is active.
-unset VIRTUAL_ENV CONDA_PREFIX
-# Tiny models need little room for their cache.
-export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+export PATH="${VENV}/bin:${PATH}"
+# Tiny models need little room for their cache, and decode faster than anything can be compiled.
+export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} TORCH_COMPILE_DISABLE=${TORCH_COMPILE_DISABLE:-1}
 
 cd "${recipe}"
 # A demonstration decodes; it does not take over what an earlier one finished.

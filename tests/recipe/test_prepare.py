@@ -144,3 +144,16 @@ def test_one_bad_recording_loses_no_other(recordings, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "2 of 4 utterances" in captured.out
     assert "r3: /no/such.wav: no such file" in captured.err and "r4: command failed with exit status 3" in captured.err
+
+
+def test_speech_recognition_takes_what_stage_format_wrote(recordings, tmp_path):
+    assert format_audio.main(["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump" / "audio")]) == 0
+    assert prepare(tmp_path / "dump" / "audio", tmp_path / "dump" / "asr", "bagpiper", "audio_to_text") == 0
+    dataset = load(tmp_path / "dump" / "asr" / "dataset.json")
+    assert [(entry["name"], entry["reader"]) for entry in dataset["data_entry"]] == [
+        ("audio1", "kaldi_audio"),
+        ("text1", "text"),
+    ]
+    assert dataset["samples"] == ["r1", "r2"]
+    audio = read_keyed(Path(dataset["data_entry"][0]["path"]))
+    assert soundfile.info(audio["r1"]).samplerate == 16000

@@ -51,7 +51,7 @@ def test_opuslm_dialogue(dialogue_set, capsys):
 
 def test_an_utterance_without_a_result_counts_in_full(dialogue_set, capsys):
     path, results = dialogue_set("bagpiper", "dialogue")
-    write(results / "results.json", {"a": [["assistant", "text", "one two three"]]})
+    write(results / "results.json", {"a": [["assistant", "text", ["one two three"]]]})
     assert run(path, results, "--family", "bagpiper", "--task", "dialogue") == 1
     scores = json.loads((results / "score.json").read_text(encoding="utf-8"))
     assert scores["wer"] == pytest.approx(2 / 5)

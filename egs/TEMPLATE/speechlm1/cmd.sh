@@ -15,7 +15,8 @@ else
         if [ -x "${_dir}/${cmd_backend}.pl" ]; then _launcher=${_dir}/${cmd_backend}.pl; break; fi
     done
     if [ -z "${_launcher}" ]; then
-        echo "cmd.sh: cmd_backend=${cmd_backend}: no ${cmd_backend}.pl in utils/ or in an ESPnet tree (set ESPNET_ROOT); 'local' needs none" 1>&2
+        echo "cmd.sh: cmd_backend=${cmd_backend}: no ${cmd_backend}.pl in utils/ or in an ESPnet tree (set ESPNET_ROOT);" \
+            "cmd_backend=local needs none" 1>&2
         return 1
     fi
     if [ -f "conf/${cmd_backend}.conf" ]; then _launcher="${_launcher} --config conf/${cmd_backend}.conf"; fi

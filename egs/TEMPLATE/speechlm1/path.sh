@@ -4,8 +4,9 @@ ESPNET2_VLLM_ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../../..
 export ESPNET2_VLLM_ROOT
 export MAIN_ROOT=${MAIN_ROOT:-${ESPNET_ROOT:-${ESPNET2_VLLM_ROOT}}}
 
-# An environment that is already active is the user's choice.
-if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "${VENV:-${ESPNET2_VLLM_ROOT}/.venv}/bin/python3" ]; then
+# A Python that has this package is the user's choice; a conda base or a system Python is not.
+if [ -x "${VENV:-${ESPNET2_VLLM_ROOT}/.venv}/bin/python3" ] &&
+    ! python3 -c 'import importlib.metadata as m; m.version("espnet2_vllm"); m.version("torch")' 2>/dev/null; then
     export PATH="${VENV:-${ESPNET2_VLLM_ROOT}/.venv}/bin:${PATH}"
 fi
 

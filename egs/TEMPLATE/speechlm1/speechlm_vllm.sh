@@ -181,7 +181,8 @@ if ! "${skip_data_prep}"; then
         for dset in ${test_sets}; do
             if [ "${task}" = audio_to_text ]; then
                 log "Stage 2 (format): data/${dset} -> ${audio_dir}/${dset}"
-                "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" --output-dir "${audio_dir}/${dset}" --fs "${fs}"
+                "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" \
+                    --output-dir "${audio_dir}/${dset}" --fs "${fs}"
             else
                 log "Stage 2 (format): ${task} reads no recordings: nothing to do for data/${dset}"
             fi
@@ -193,7 +194,8 @@ if ! "${skip_data_prep}"; then
             source_dir=data/${dset}
             [ "${task}" != audio_to_text ] || source_dir=${audio_dir}/${dset}
             log "Stage 5 (prepare): ${source_dir} -> ${data_dir}/${dset}/${json_name}"
-            [ -d "${source_dir}" ] || die 1 "stage prepare: no directory ${source_dir}; run stage data (and format) first, or correct --test_sets"
+            [ -d "${source_dir}" ] ||
+                die 1 "stage prepare: no directory ${source_dir}; run stage data (and format) first, or correct --test_sets"
             "${python}" -m espnet2_vllm.bin.prepare_data --family "${family}" --task "${task}" --data-dir "${source_dir}" \
                 --output-dir "${data_dir}/${dset}" --system-prompt "${system_prompt}"
         done
@@ -248,7 +250,8 @@ show_failed_logs() { # show_failed_logs LOG...
 merge() { # merge DIRECTORY JSON JOB-DIRECTORY...
     local dir=$1 json=$2
     shift 2
-    "${python}" -m espnet2_vllm.bin.merge_outputs --family "${family}" --data-json "${json}" --nbest "${nbest}" --output-dir "${dir}" "$@"
+    "${python}" -m espnet2_vllm.bin.merge_outputs --family "${family}" --data-json "${json}" --nbest "${nbest}" \
+        --output-dir "${dir}" "$@"
 }
 
 decode_opuslm() { # decode_opuslm DATA-JSON
@@ -259,7 +262,8 @@ decode_opuslm() { # decode_opuslm DATA-JSON
     dir=${result_root}/${task_name}_${name}
     logdir=${dir}/log
     mkdir -p "${logdir}" || return 1
-    jobs=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --nj "${_nj_wanted}" --output-dir "${logdir}") || return 1
+    jobs=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --nj "${_nj_wanted}" \
+        --output-dir "${logdir}") || return 1
     log "Decoding ${json} as ${task_name} with ${jobs} jobs, log: '${logdir}/speechlm_inference.*.log'"
     # Logs of an earlier run with more jobs would look like this one's.
     rm -f "${logdir}"/speechlm_inference.*.log
@@ -291,7 +295,8 @@ specifier_of() { # specifier_of DATASET-JSON: task:name:path
 }
 
 decode_bagpiper() {
-    local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier json specifier logdir total=0 count jobs job failed=false
+    local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier
+    local json specifier logdir total=0 count jobs job failed=false
     if [ -n "${test_registered_specifier}" ]; then
         [ -z "${specifiers}" ] || die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
         specifiers=${test_registered_specifier} kind=--test-registered-specifier

@@ -17,8 +17,9 @@ python=python3        # The Python that has espnet2_vllm.
 
 help_message=$(cat <<EOF
 Usage: ./run.sh [--stage ${stage}] [--stop_stage ${stop_stage}] [--runs "${runs}"]
-  [--test_sets ${test_sets}] [--backend ${backend}] [--inference_nj ${inference_nj}] [--nbest ${nbest}] [--inference_args "..."] [--expdir ${expdir}]
-  [--golden_root ${golden_root}] [--python ${python}]
+  [--test_sets ${test_sets}] [--backend ${backend}] [--inference_nj ${inference_nj}] [--nbest ${nbest}]
+  [--inference_args "..."] [--expdir ${expdir}] [--golden_root ${golden_root}]
+  [--python ${python}]
 For a checkpoint of your own: ./speechlm_vllm.sh --help
 EOF
 )
@@ -31,7 +32,10 @@ copy_checkpoint() { # copy_checkpoint SOURCE TARGET FILE...
     shift 2
     mkdir -p "${target}"
     for file in "$@"; do
-        [ -e "${source}/${file}" ] || { echo "$0: no ${file} in ${source}; --golden_root names the directory of the tiny checkpoints" 1>&2; exit 1; }
+        if [ ! -e "${source}/${file}" ]; then
+            echo "$0: no ${file} in ${source}; --golden_root names the directory of the tiny checkpoints" 1>&2
+            exit 1
+        fi
         # A copy, so that what is made beside a checkpoint does not end up among the references of the tests.
         [ -e "${target}/${file}" ] || cp -rL "${source}/${file}" "${target}/${file}"
     done
@@ -50,7 +54,8 @@ opuslm() { # opuslm TASK [OPTION...]
 bagpiper() { # bagpiper TASK CONFIG [OPTION...]
     local task=$1 config=$2
     shift 2
-    copy_checkpoint "${golden_root}/bagpiper/qwen3-s8-cb64" "${expdir}/bagpiper_tiny" train.yaml mp_rank_00_model_states.pt backbone codec
+    copy_checkpoint "${golden_root}/bagpiper/qwen3-s8-cb64" "${expdir}/bagpiper_tiny" \
+        train.yaml mp_rank_00_model_states.pt backbone codec
     recipe --family bagpiper --task "${task}" --speechlm_exp "${expdir}/bagpiper_tiny" --inference_config "conf/${config}.yaml" \
         --inference_dir "${expdir}/bagpiper_tiny/results" "$@"
     result_dirs+=("${expdir}/bagpiper_tiny/results/${task}")
@@ -78,7 +83,8 @@ for run in ${runs}; do
         bagpiper_dialogue) bagpiper dialogue inference_text --system_prompt "${system_prompt}" ;;
         bagpiper_asr) bagpiper audio_to_text inference_text ;;
         *)
-            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, bagpiper_tts, bagpiper_dialogue or bagpiper_asr" 1>&2
+            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, bagpiper_tts, bagpiper_dialogue or" \
+                "bagpiper_asr" 1>&2
             exit 2
             ;;
     esac

@@ -91,7 +91,7 @@ class RowResult:
         forced: [N, S] bool, ids that were imposed.
         finish: ``stop`` (the protocol ended), ``length`` (the context is full) or ``abort``.
         logits: per row (stream 0 [V], streams 1.. [S-1, W]) raw float32 logits, if the engine was asked to keep them. The
-            columns of the second are ``Layout.auxiliary_candidates``.
+            columns of the second are ``Layout.auxiliary_candidates``. The companion's two may stand behind those of a guided row.
     """
 
     rows: np.ndarray

@@ -167,7 +167,7 @@ def _check_sampled(
         if stream > 0 and constraint.phase != AUDIO:
             break
         values = merged[0][ids] if stream == 0 else merged[1][stream - 1, : len(ids)]
-        _check_distribution(case, comparison, constraint, stream, values, ids)
+        _check_distribution(case, comparison, constraint, stream, np.asarray(values), ids)
     comparison.notes[-1] = "sampled: first row and its distributions"
 
 

@@ -6,42 +6,39 @@ read. Sources: ESPnet ``ARDelayLM.inference`` (OpusLM) and ``ParallelLLM.inferen
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from ..engine.noise import gumbel
-from ..errors import CheckpointError, ConfigError, SpeechLMError
+from ..errors import ConfigError, SpeechLMError
 from ..layout import Layout
 from ..plan import RowRequest, RowResult
 from ..protocol import Constraint, Sampling
 from .base import Outcome, check_fits
+from .network import Logits, Network
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..checkpoint import Checkpoint
+
+ATTENTION = ("sdpa", "eager")
 
 
 def distribution(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids that may be drawn, best first, and their log-probabilities before normalisation.
+    """The ids that may be drawn, best first, and logit / temperature of each.
 
     Args:
-        logits: [k] float32 of the allowed ids only (that is the mask).
-        ids: [k] int64, the vocabulary id of each.
+        logits: [..., k] float32, -inf where masked.
+        ids: [..., k] int64, the vocabulary id of each column.
 
     Returns:
-        ids [n] and logit / temperature [n] of the n = min(topk, k) best.
+        Two tensors [..., n] of the n = min(topk, k) best.
     """
-    best, where = logits.topk(min(sampling.topk, len(logits)))
-    return ids[where], best / sampling.temperature
+    best, columns = logits.topk(min(sampling.topk, logits.shape[-1]))
+    return ids.expand_as(logits).gather(-1, columns), best / sampling.temperature
 
 
 def choose(
@@ -50,105 +47,29 @@ def choose(
     sampling: Sampling,
     seed: int | torch.Tensor,
     position: int | torch.Tensor,
-    stream: int,
+    stream: int | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One id of one stream: mask, top-k, temperature, one draw with the noise of (seed, position, stream).
+    """One id a draw: mask, top-k, temperature, and the noise of (seed, position, stream).
 
     Args:
-        logits: [k] float32 of the allowed ids only.
-        ids: [k] int64, the vocabulary id of each.
-        seed, position: numbers, or int64 tensors of one shape for as many draws. ``position`` is the index of the row in its
-            sequence, prompt included.
+        logits: [..., k] float32, -inf where masked.
+        ids: [..., k] int64, the vocabulary id of each column.
+        seed, position, stream: numbers, or int64 tensors that broadcast with the leading dimensions of ``logits``. The position
+            is the index of the row in its sequence, prompt included.
 
     Returns:
-        Ids (int64) and their log-probabilities after mask, top-k and temperature (float32; 0 for an argmax), each of the shape
-        of ``seed``. Of equal logits the argmax takes the first.
+        Ids [...] int64 and their log-probabilities after mask, top-k and temperature [...] float32 (0 for an argmax). Of equal
+        logits the argmax takes the first.
     """
-    seed, position = (torch.as_tensor(value, device=ids.device) for value in (seed, position))
+    seed, position, stream = (torch.as_tensor(value, device=ids.device) for value in (seed, position, stream))
+    shape = torch.broadcast_shapes(logits.shape[:-1], seed.shape, position.shape, stream.shape)
     if sampling.greedy:
-        return ids[logits.argmax()].expand(seed.shape), logits.new_zeros(seed.shape)
+        best = logits.argmax(-1, keepdim=True)
+        return ids.expand_as(logits).gather(-1, best).squeeze(-1).expand(shape), logits.new_zeros(shape)
     ids, scores = distribution(logits, ids, sampling)
-    best = (scores + gumbel(seed, position, stream, ids)).argmax(-1)
-    return ids[best], scores.log_softmax(-1)[best]
-
-
-class Logits(NamedTuple):
-    """Raw float32 logits of one row: stream 0 [V], then one vector per auxiliary stream over its candidates [W_s]."""
-
-    primary: torch.Tensor
-    auxiliary: list[torch.Tensor]
-
-    def guided(self, other: Logits, scale: float) -> Logits:
-        """ESPnet's guidance, on all streams: ``scale`` times these and 1 - ``scale`` times the unconditional ones."""
-
-        def merge(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-            return scale * mine + (1 - scale) * theirs
-
-        return Logits(
-            merge(self.primary, other.primary),
-            [merge(a, b) for a, b in zip(self.auxiliary, other.auxiliary, strict=True)],
-        )
-
-    def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
-        """Stream 0 [V] and streams 1.. [S-1, W]; shorter streams are filled with -inf."""
-        width = max((len(a) for a in self.auxiliary), default=0)
-        auxiliary = np.full((len(self.auxiliary), width), -np.inf, dtype=np.float32)
-        for s, values in enumerate(self.auxiliary):
-            auxiliary[s, : len(values)] = values.cpu().numpy()
-        return self.primary.cpu().numpy(), auxiliary
-
-
-class Network:
-    """The backbone with the embedding and the heads of all streams.
-
-    Raises:
-        CheckpointError: if the directory's tensors are not those of the backbone plus ``stream_emb.weight``.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, attention: str) -> None:
-        self.layout, self.device = checkpoint.layout, device
-        model = _load_backbone(checkpoint.path, dtype, attention).to(device).eval()
-        self.config, self._backbone = model.config, model.get_decoder()
-        # transformers below 5.24 calls it past_key_values, later ones drop that name.
-        forward = inspect.signature(self._backbone.forward).parameters
-        self._cache_name = "cache" if "cache" in forward else "past_key_values"
-        self._embedding = model.get_input_embeddings().weight
-        self._head = model.get_output_embeddings().weight
-        self._stream_embedding = _read_tensor(checkpoint.path, "stream_emb.weight").to(device, dtype)
-        self._check_shapes(checkpoint.path)
-        self.candidates = [torch.tensor(ids, device=device) for ids in self.layout.auxiliary_candidates()]
-        self._auxiliary_heads = [self._head[ids] for ids in self.candidates]
-
-    def _check_shapes(self, path: Path) -> None:
-        rows, hidden = self._embedding.shape
-        expected = {
-            "lm_head.weight": (self._head.shape, (rows, hidden)),
-            "stream_emb.weight": (self._stream_embedding.shape, (self.layout.num_streams, hidden)),
-            "model.embed_tokens.weight": (self._embedding.shape, (self.layout.vocab_size, hidden)),
-        }
-        for name, (found, wanted) in expected.items():
-            if tuple(found) != wanted:
-                raise CheckpointError(f"{path}: {name} has shape {tuple(found)}, expected {wanted}; convert it again")
-
-    def embed(self, rows: np.ndarray) -> torch.Tensor:
-        """Sum over the streams: [n, S] ids to [n, H]."""
-        ids = torch.as_tensor(np.asarray(rows, dtype=np.int64), device=self.device)
-        vectors = self._embedding[ids]
-        if not self.layout.pad_embedded:
-            vectors[:, 1:][ids[:, 1:] == self.layout.pad] = 0
-        return vectors.sum(1)
-
-    def forward(self, vectors: torch.Tensor, cache: object) -> torch.Tensor:
-        """Runs [n, H] behind what ``cache`` holds: hidden states after the final norm, [n, H]."""
-        output = self._backbone(inputs_embeds=vectors[None], use_cache=True, **{self._cache_name: cache})
-        return output.last_hidden_state[0]
-
-    def logits(self, hidden: torch.Tensor) -> Logits:
-        """All streams' logits from one hidden state [H]: ``lm_head(hidden + stream_emb[s])``."""
-        own = self._stream_embedding
-        primary = hidden + own[0] if self.layout.primary_stream_embedded else hidden
-        auxiliary = [linear(hidden + own[s], head).float() for s, head in enumerate(self._auxiliary_heads, 1)]
-        return Logits(linear(primary, self._head).float(), auxiliary)
+    best = (scores + gumbel(seed, position, stream, ids)).argmax(-1, keepdim=True)
+    picked = (values.expand(*shape, -1).gather(-1, best).squeeze(-1) for values in (ids, scores.log_softmax(-1)))
+    return tuple(picked)
 
 
 class Branch:
@@ -174,11 +95,11 @@ class PyTorchEngine:
         device: torch's name; None takes ``cuda`` where there is one.
         keep_logits: give ``RowResult.logits``; a guided row has the companion's two arrays behind its own two.
         max_rows: a context shorter than the checkpoint's.
-        attention: transformers' ``attn_implementation`` (``sdpa`` or ``eager``).
+        attention: transformers' ``attn_implementation``, one of ``ATTENTION``.
 
     Raises:
         CheckpointError: if the directory's tensors do not fit.
-        ConfigError: if ``max_rows`` is not within the checkpoint's context, or the device does not exist.
+        ConfigError: if ``max_rows`` is not within the checkpoint's context, or there is no such device or attention.
     """
 
     def __init__(
@@ -193,6 +114,8 @@ class PyTorchEngine:
     ) -> None:
         self.layout: Layout = checkpoint.layout
         self.max_rows = _context(checkpoint, max_rows)
+        if attention not in ATTENTION:
+            raise ConfigError(f"attention {attention!r} is unknown; expected one of {', '.join(ATTENTION)}")
         self._network = Network(checkpoint, getattr(torch, dtype), _device(device), attention)
         self._keep_logits = keep_logits
         self._waiting: deque[RowRequest] = deque()
@@ -230,7 +153,7 @@ class PyTorchEngine:
         rules, state = request.rules, request.rules.start()
         main, companion = Branch(self._network), None
         record = _Record(self._keep_logits)
-        rows, position, finish = request.prompt, len(request.prompt), "stop"
+        rows, position = request.prompt, len(request.prompt)
         while True:
             constraint = rules.constraint(state)
             if constraint.guidance == 1:
@@ -247,8 +170,7 @@ class PyTorchEngine:
             record.add(step.emitted, logprobs, step.forced, logits, other)
             position += 1
             if step.done or position == self.max_rows:
-                finish = "stop" if step.done else "length"
-                return record.result(finish)
+                return record.result("stop" if step.done else "length")
             rows = np.array([step.fed])
 
     def _follow(self, request: RowRequest) -> RowResult:
@@ -272,12 +194,13 @@ class PyTorchEngine:
         if constraint.forced is not None:
             return (constraint.forced, *(self.layout.pad,) * pads), [0.0] * (pads + 1)
         allowed = torch.cat([torch.arange(*span, device=logits.primary.device) for span in constraint.primary])
-        picks = [choose(logits.primary[allowed], allowed, constraint.sampling, seed, position, 0)]
+        draws = [choose(logits.primary[allowed][None], allowed, constraint.sampling, seed, position, 0)]
         if constraint.audio:
-            for s, ids in enumerate(self._network.candidates, 1):
-                picks.append(choose(logits.auxiliary[s - 1], ids, constraint.sampling, seed, position, s))
-        ids, logprobs = (torch.stack(column).tolist() for column in zip(*picks, strict=True))
-        missing = pads + 1 - len(picks)
+            masked = logits.auxiliary.masked_fill(self._network.filled, -torch.inf)
+            streams = torch.arange(1, pads + 1, device=masked.device)
+            draws.append(choose(masked, self._network.candidates, constraint.sampling, seed, position, streams))
+        ids, logprobs = (torch.cat(column).tolist() for column in zip(*draws, strict=True))
+        missing = pads + 1 - len(ids)
         return (*ids, *(self.layout.pad,) * missing), [*logprobs, *[0.0] * missing]
 
 
@@ -318,49 +241,3 @@ def _device(name: str | None) -> torch.device:
             f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; choose another or cpu"
         )
     return device
-
-
-def _load_backbone(path: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    with _quiet():  # it would report stream_emb.weight; what it found is checked here
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, output_loading_info=True, local_files_only=True
-        )
-    problems = {
-        "missing": set(info["missing_keys"]),
-        "unexpected": set(info["unexpected_keys"]) - {"stream_emb.weight"},
-        "of another shape": {str(key) for key in info["mismatched_keys"]},
-    }
-    for what, names in problems.items():
-        if names:
-            raise CheckpointError(
-                f"{path}: tensors {what}: {', '.join(sorted(names)[:5])}; convert the checkpoint again"
-            )
-    return model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _read_tensor(directory: Path, name: str) -> torch.Tensor:
-    """One tensor of a directory of safetensors files, by name."""
-    from safetensors import safe_open
-
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - a safetensors handle has no other membership test
-                return tensors.get_tensor(name)
-    raise CheckpointError(f"{directory}: no safetensors file holds {name}; convert the checkpoint again")

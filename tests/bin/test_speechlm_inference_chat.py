@@ -221,7 +221,10 @@ def test_an_ark_cut_short_loses_nothing_else(model, decode, tmp_path, caplog):
     assert f"{ASR}_u01" in reason and "cut.ark" in reason
 
 
-def test_a_prompt_longer_than_the_context_loses_nothing_else(model, decode, tmp_path, caplog):
+@pytest.mark.parametrize("backend", ["pytorch", "vllm"])
+def test_a_prompt_longer_than_the_context_loses_nothing_else(backend, model, decode, tmp_path, caplog):
+    if backend == "vllm":
+        pytest.importorskip("vllm")
     config = model / "hf_backbone" / "config.json"
     facts = json.loads(config.read_text(encoding="utf-8"))
     data = data_json(model, ASR, ["u00", "u01", "u02"])
@@ -234,7 +237,7 @@ def test_a_prompt_longer_than_the_context_loses_nothing_else(model, decode, tmp_
     facts["max_position_embeddings"] = max(rows.values())
     config.write_text(json.dumps(facts), encoding="utf-8")
     short = tmp_path / "short"
-    assert chat(model, decode, data, short) == 1
+    assert chat(model, decode, data, short, backend=backend) == 1
     longest = {key for key, count in rows.items() if count == max(rows.values())}
     assert {key.removeprefix(f"{ASR}_") for key, o in outcomes(short).items() if o == "refused"} == longest
     assert set(ids(short / "wav.scp" / "wav.scp")) == set(rows) - longest

@@ -5,12 +5,19 @@ import json
 import pytest
 from commands import chat, edited_yaml
 from conftest import golden_files
+from recorded import assert_written_as_recorded, load_case
 from trees import assert_same_tree
 
 from espnet2_vllm import backends
 from espnet2_vllm.bin import inference
 
 CHAT_TREES = [path.parent for path in golden_files("opuslm/*/trees/*/data.json")]
+# Draws of several hypotheses are not portable; frames to continue from cannot be given to ESPnet's command line either.
+CHAT_CASES = [
+    path
+    for path in golden_files("opuslm/*/cases/*.json")
+    if "nbest3" not in path.stem and path.stem != "audiolm_continue"
+]
 # Sets with continuous audio input are not decoded yet.
 BAGPIPER_TREES = [
     path.parent for path in golden_files("bagpiper/*/trees/*/details.json") if "asr_" not in path.parent.name
@@ -59,6 +66,21 @@ def test_chat_trees_are_espnets(backend, tree, tmp_path, monkeypatch, engines):
     assert chat(model, tree / "decode.yaml", tree / "data.json", tmp_path / "out", backend=backend) == 0
     prefix = f"trees/{tree.name}/expected"
     assert_same_tree(tmp_path / "out", tree / "expected", prefix, merged_by_rank=tree.name.endswith("_nproc2"))
+
+
+@pytest.mark.parametrize("path", CHAT_CASES, ids=tree_id)
+def test_chat_cases_are_written_as_recorded(path, tmp_path, monkeypatch):
+    """Tasks, dialogues, references as history, and what ESPnet's own call or writer cannot do, through the command line."""
+    case, arrays = load_case(path)
+    model = path.parent.parent
+    monkeypatch.chdir(model)
+    config, data = tmp_path / "decode.yaml", tmp_path / "data.json"
+    config.write_text(json.dumps(case["inference_config"]), encoding="utf-8")  # JSON is yaml
+    description = json.loads((model / case["data_json"]).read_text(encoding="utf-8"))
+    data.write_text(json.dumps({**description, "examples": [case["uid"]]}), encoding="utf-8")
+    more = ["--seed", case["seed"], "--inference_last_segment", str(case["inference_last_segment"]).lower()]
+    assert chat(model, config, data, tmp_path / "out", *more) == 0
+    assert_written_as_recorded(case, arrays, tmp_path / "out")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

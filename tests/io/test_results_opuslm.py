@@ -9,8 +9,8 @@ import pytest
 import soundfile
 from conftest import golden_files
 from golden_layouts import opuslm_layout
-from recorded import load_case, opuslm_result, opuslm_speech
-from trees import WAV_TOLERANCE, assert_same_tree
+from recorded import assert_written_as_recorded, lines, load_case, opuslm_result, opuslm_speech
+from trees import assert_same_tree
 
 from espnet2_vllm.io.journal import Journal
 from espnet2_vllm.io.results import BREAKS, OUTSIDE
@@ -36,10 +36,6 @@ def store(writer, result):
     return writer.commit(draft, writer.speech.decode([clip.codes for clip in draft.clips]) if draft.clips else [])
 
 
-def lines(path):
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
-
-
 @pytest.mark.parametrize("path", CASES, ids=case_id)
 def test_cases_are_written_as_espnet_did(path, tmp_path):
     model = path.parent.parent
@@ -51,70 +47,7 @@ def test_cases_are_written_as_espnet_did(path, tmp_path):
         writer = make_writer(TaskWriter, model, tmp_path, task=case["task"], entries=list(case["input"]))
     assert store(writer, result).outcome == "ok"
     writer.finish([case["key"]])
-    compared = check_writer_lines(case, tmp_path) + check_arrays(arrays, tmp_path)
-    compared += check_direct(case, arrays, tmp_path)
-    assert compared, "the case records nothing to compare with"
-
-
-def check_writer_lines(case, directory):
-    count = 0
-    for entry, expected in case.get("writer", {}).items():
-        if entry == "dialogue.json":
-            text = (directory / "dialogue" / "dialogue.json").read_text(encoding="utf-8")
-            assert json.loads(text.replace(f"{directory}/", "")) == expected
-            count += 1
-        elif entry == "wav":
-            for name, facts in expected.items():
-                wav, rate = soundfile.read(wav_path(directory, name), dtype="int16")
-                assert (rate, len(wav)) == (facts["sample_rate"], facts["samples"])
-                count += 1
-        elif entry != "error":
-            written = [line.replace(f"{directory}/", "") for line in lines(directory / entry / entry)]
-            assert written == expected
-            count += 1
-    return count
-
-
-def wav_path(directory, name):
-    """``<entry>.<id>``, where both may hold dots."""
-    found = [p for p in directory.rglob("*.wav") if f"{p.parent.name}.{p.stem}" == name or p.stem == name]
-    assert len(found) == 1, f"{name}: {found}"
-    return found[0]
-
-
-def check_arrays(arrays, directory):
-    count = 0
-    for name in (name for name in arrays if name.startswith("writer.")):
-        rest, expected = name.removeprefix("writer."), arrays[name]
-        if ".tokens." in rest:
-            entry, _, key = rest.partition(".tokens.")
-            tokens = kaldiio.load_scp(str(directory / entry / f"{entry}_token.scp"))[key]
-            assert tokens.dtype == np.int32
-            np.testing.assert_array_equal(tokens, expected)
-        elif rest.startswith("wav_pcm16."):
-            wav, _ = soundfile.read(wav_path(directory, rest.removeprefix("wav_pcm16.")), dtype="int16")
-            assert len(wav) == len(expected)
-            assert np.abs(wav.astype(int) - expected).max(initial=0) <= WAV_TOLERANCE
-        count += 1
-    return count
-
-
-def check_direct(case, arrays, directory):
-    """Where ESPnet's writer fails (or cannot be reached), the recorded results of the same calls are what must be written."""
-    count = 0
-    for index, text in enumerate(case.get("direct_text") or []):
-        if case["mode"] == "task":
-            assert lines(directory / "text" / "text")[index] == f"{case['key']}_sample{index} {text}"
-            count += 1
-    for name in (name for name in arrays if name.startswith("direct.wav_float.")):
-        expected, place = arrays[name], name.removeprefix("direct.wav_float.")
-        (path,) = directory.rglob(f"{case['key']}_{place}.wav")
-        wav, rate = soundfile.read(path, dtype="int16")
-        assert rate == 16000 and len(wav) == len(expected)
-        scaled = np.clip(np.round(expected.astype(np.float64) * 32768), -32768, 32767)
-        assert np.abs(wav - scaled).max(initial=0) <= WAV_TOLERANCE
-        count += 1
-    return count
+    assert_written_as_recorded(case, arrays, tmp_path)
 
 
 # -- whole trees: rebuilt from their own token arks, written again ---------------------------------------------------

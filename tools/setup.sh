@@ -132,8 +132,7 @@ step() { # step NAME WHAT-TO-DO COMMAND...
 }
 
 pip_install() {
-    "${vpython}" -m pip install --no-input --progress-bar off --disable-pip-version-check --no-warn-conflicts \
-        -c "${repo}/tools/versions.txt" "$@"
+    "${vpython}" -m pip install --no-input --progress-bar off --disable-pip-version-check --no-warn-conflicts "$@"
 }
 
 pinned() { # pinned NAME...: NAME==VERSION of each, as asking for it says more than a constraint if it cannot be had
@@ -163,7 +162,7 @@ use_pip_sources_only() { # after this no configuration file of pip is read, only
 
 install_requirements() {
     "${vpython}" "${repo}/tools/pip_helper.py" requirements "${engine}" >"${VENV}/engine-requirements.txt" &&
-        pip_install -r "${VENV}/engine-requirements.txt" "${espnet_codecs[@]}" "${test_tools[@]}"
+        pip_install "${versions[@]}" -r "${VENV}/engine-requirements.txt" "${espnet_codecs[@]}" "${test_tools[@]}"
 }
 
 import_check() {
@@ -186,6 +185,7 @@ EOF
 # What ESPnet's codecs import; its full list is for training recipes and asks for versions that the engine excludes.
 espnet_codecs=(soundfile typeguard humanfriendly librosa torch-complex h5py kaldiio g2p-en jamo espnet_tts_frontend)
 test_tools=(pytest ruff jiwer)
+versions=(-c "${repo}/tools/versions.txt")
 retry="look at the log for the first error; a time-out or a 'no' of the package index: check the network and 'pip config list'"
 retry+="; no space left: about 7 GB are needed (9 GB with a GPU)"
 
@@ -199,7 +199,7 @@ use_pip_sources_only
 # shellcheck disable=SC2046
 step "pip and setuptools" "${retry}" pip_install $(pinned pip setuptools)
 # shellcheck disable=SC2046
-step "torch" "${retry}" pip_install $(pinned torch torchaudio torchvision)
+step "torch" "${retry}" pip_install "${versions[@]}" $(pinned torch torchaudio torchvision)
 # shellcheck disable=SC2046
 step "${engine} and ESPnet" "${retry}" pip_install --no-deps $(pinned "${engine}" espnet)
 step "what they need" "${retry}" install_requirements

@@ -49,7 +49,7 @@ class Network:
         self.layout, self.device = checkpoint.layout, device
         model = _load_backbone(checkpoint.path, dtype, attention).to(device).eval().requires_grad_(False)
         self.config, self._backbone = model.config, model.get_decoder()
-        # transformers below 5.24 calls it past_key_values, later ones drop that name.
+        # Named past_key_values in older versions of transformers, a name that newer ones warn of and will drop.
         forward = inspect.signature(self._backbone.forward).parameters
         self._cache_name = "cache" if "cache" in forward else "past_key_values"
         self._embedding = model.get_input_embeddings().weight

@@ -13,6 +13,7 @@ class Tap:
     def __init__(self) -> None:
         self._slot: dict[str, int] = {}
         self._rows: dict[str, list[Row]] = {}
+        self._history: dict[str, list[Row]] = {}
 
     @property
     def active(self) -> bool:
@@ -23,11 +24,13 @@ class Tap:
         self._slot = {other: s for other, s in self._slot.items() if s != slot}
         self._slot[request_id] = slot
         self._rows.setdefault(request_id, [])
+        self._history.setdefault(request_id, [])
 
     def take(self, request_id: str) -> list[Row]:
-        """The rows so far, which are forgotten here."""
+        """The rows so far, which are forgotten here. Under a given history those of the history alone, without the emitted one."""
         self._slot.pop(request_id, None)
-        return self._rows.pop(request_id, [])
+        emitted = self._rows.pop(request_id, [])
+        return self._history.pop(request_id, []) or emitted
 
     def record(self, slots: torch.Tensor, emit: torch.Tensor, primary: torch.Tensor, auxiliary: torch.Tensor) -> None:
         if not self._slot:
@@ -36,11 +39,11 @@ class Tap:
         self._record_rows(rows, primary, auxiliary)
 
     def record_all(self, slot: int, primary: torch.Tensor, auxiliary: torch.Tensor) -> None:
-        """Every row belongs to ``slot``."""
+        """Every row belongs to ``slot``: a given history."""
         for request_id, where in self._slot.items():
             if where == slot:
                 pairs = zip(primary.float().cpu(), auxiliary.float().cpu(), strict=True)
-                self._rows[request_id].extend(pairs)
+                self._history[request_id].extend(pairs)
 
     def _record_rows(self, rows: dict[int, int], primary: torch.Tensor, auxiliary: torch.Tensor) -> None:
         for request_id, slot in self._slot.items():

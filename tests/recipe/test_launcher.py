@@ -1,5 +1,6 @@
 """utils/run.py: arrays of jobs by the conventions of Kaldi's job scripts."""
 
+import pathlib
 import re
 import signal
 import subprocess
@@ -114,5 +115,33 @@ def test_a_signal_ends_the_jobs_and_what_they_started(tmp_path, number, code):
     assert f"stopped by signal {int(number)}" in stderr
     for job in (1, 2):
         pid = (tmp_path / f"pid.{job}").read_text(encoding="utf-8").strip()
-        state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, encoding="utf-8").stdout.strip()
-        assert state in ("", "Z"), f"process {pid} of job {job} is still there ({state})"
+        while state := process_state(pid):
+            assert time.monotonic() < deadline + 20, f"process {pid} of job {job} is still there ({state})"
+            time.sleep(0.05)
+
+
+def process_state(pid):
+    """The state of a process, empty if it has ended."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[0]
+
+
+def test_a_job_that_ignores_the_signal_is_killed_by_the_second_one(tmp_path):
+    words = [RUN, "x.log", "bash", "-c", "trap '' TERM; echo $$ > pid; while true; do sleep 0.1; done"]
+    launcher = subprocess.Popen(
+        [str(word) for word in words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, encoding="utf-8"
+    )
+    deadline = time.monotonic() + 20
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").stat().st_size):
+        assert time.monotonic() < deadline, "the job did not start"
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(timeout=0.5)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 143
+    assert "# Ended (code 137)" in (tmp_path / "x.log").read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def words_of(command):
 
 
 class Launcher:
-    """Runs the jobs; `stop` ends those that run and starts no more."""
+    """Runs the jobs; `stop` ends those that run and starts no more, called again it kills them."""
 
     def __init__(self, log, command, name, groups):
         self.log, self.command, self.name = log, command, name
@@ -156,10 +156,11 @@ class Launcher:
 
     def stop(self):
         with self.lock:
+            number = signal.SIGKILL if self.stopped else signal.SIGTERM
             self.stopped = True
             for process in self.running:
                 try:
-                    os.killpg(process.pid, signal.SIGTERM)
+                    os.killpg(process.pid, number)
                 except ProcessLookupError:
                     continue
 

@@ -159,6 +159,8 @@ def _check_sampled(
     logits = result.logits[segment.first]
     scale = config.segment(segment.modality).cfg
     guided = len(logits) == 4
+    if scale > 1 and not guided:
+        return  # the backend does not give the companion's logits
     merged = [scale * logits[c] + (1 - scale) * logits[c + 2] if guided else logits[c] for c in (0, 1)]
     comparison.logits_close("final logits of stream 0", merged[0], case.arrays["final_logits_s0"])
     constraint = _constraint(request, result, segment.first)

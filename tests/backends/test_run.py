@@ -169,6 +169,19 @@ def test_utterances_are_read_only_as_there_is_room():
     assert len(list(results)) == 19
 
 
+def test_what_cannot_be_read_is_told_at_once():
+    read = []
+
+    def utterances():
+        for i in range(20):
+            read.append(i)
+            yield f"u{i}", DataError("unreadable")
+
+    results = decode(ScriptedEngine(opuslm()), utterances(), opuslm_config(), seed=SEED, in_flight=4)
+    assert next(results).key == "u0"
+    assert read == [0]
+
+
 def test_nbest_gives_independent_hypotheses_in_order():
     layout = opuslm()
     (result,) = run(ScriptedEngine(layout), [task(layout, "u")], opuslm_config(), nbest=3).values()
@@ -260,11 +273,19 @@ def never_ending(request, number, constraint):
     return (span.start + 1, *row)
 
 
-@pytest.mark.parametrize(("last", "outcome"), [(0, "no_audio"), (2, "no_audio"), (3, "ok")])
-def test_bagpiper_audio_of_fewer_rows_than_streams_is_no_audio(last, outcome):
+@pytest.mark.parametrize(
+    ("choose", "max_step", "outcome"),
+    [
+        (eos_at(0), 9, "no_audio"),
+        (eos_at(2), 9, "no_audio"),
+        (never_ending, 2, "no_audio"),
+        (never_ending, 3, "ok"),
+        (eos_at(3), 9, "ok"),
+    ],
+)
+def test_bagpiper_audio_of_fewer_rows_than_streams_is_no_audio(choose, max_step, outcome):
     layout = bagpiper(streams=3)
-    config = bagpiper_config(["audio"], audio={"min_step": 0, "max_step": last + 1})
-    choose = eos_at(last) if last < 3 else never_ending
+    config = bagpiper_config(["audio"], audio={"min_step": 0, "max_step": max_step})
     found = run(ScriptedEngine(layout, choose=choose), [question(layout, "u")], config)["u"]
     assert found.outcome == outcome, found.reason
     assert len(found.hypotheses) == 1

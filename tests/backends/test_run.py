@@ -252,17 +252,6 @@ def test_a_key_that_comes_twice_is_an_error():
 
 
 # -- outcomes ----------------------------------------------------------------------------------------------------------
-def eos_at(last):
-    """Ends every segment at row ``last`` of its request's own counting, the first content row being 0."""
-
-    def choose(request, number, constraint):
-        if constraint.forced is not None or number - 1 != last:
-            return None
-        return (request.rules.layout.specials["eos"], *[0] * (request.rules.layout.num_streams - 1))
-
-    return choose
-
-
 def never_ending(request, number, constraint):
     """Content only."""
     layout = request.rules.layout
@@ -271,6 +260,17 @@ def never_ending(request, number, constraint):
     span = constraint.primary[-1]
     row = [ids[1] if constraint.audio else 0 for ids in layout.auxiliary_candidates()]
     return (span.start + 1, *row)
+
+
+def eos_at(last):
+    """Content, and the end at row ``last`` of the segment."""
+
+    def choose(request, number, constraint):
+        if constraint.forced is None and number - 1 == last:
+            return (request.rules.layout.specials["eos"], *[0] * (request.rules.layout.num_streams - 1))
+        return never_ending(request, number, constraint)
+
+    return choose
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from ..engine.core import EXTRA_ARGS
 from ..engine.tap import TAP
 from ..errors import EngineError
 from ..plan import RowRequest, RowResult
-from ..protocol import BagpiperRules
 from .base import Outcome, check_fits
 
 if TYPE_CHECKING:
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SCHEDULER = "espnet2_vllm.engine.scheduler.SpeechScheduler"
+SCHEDULERS = {
+    "bagpiper": "espnet2_vllm.engine.guidance.GuidanceScheduler",
+    "opuslm": "espnet2_vllm.engine.scheduler.SpeechScheduler",
+}
 WORKERS = {
     True: "espnet2_vllm.engine.worker_cpu.SpeechCPUWorker",
     False: "espnet2_vllm.engine.worker_gpu.SpeechGPUWorker",
@@ -72,7 +74,7 @@ class VllmEngine:
             # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
-        fixed |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKERS[cpu]}
+        fixed |= {"scheduler_cls": SCHEDULERS[checkpoint.layout.family], "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):
             raise EngineError(f"engine option {name} is set by the backend itself")
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
@@ -90,7 +92,6 @@ class VllmEngine:
 
     def submit(self, request: RowRequest) -> None:
         check_fits(request, self.max_rows)
-        check_guidance(request)
         name = str(self._count)
         self._count += 1
         rows = request.prompt if request.reference is None else np.concatenate([request.prompt, request.reference])
@@ -102,7 +103,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        args: dict[str, Any] = {"rules": without_guided(request.rules).to_dict(), "seed": int(request.seed)}
+        args: dict[str, Any] = {"rules": request.rules.to_dict(), "seed": int(request.seed)}
         auxiliary = np.ascontiguousarray(rows[:, 1:], dtype="<i4")
         if auxiliary.any():
             args["auxiliary"] = auxiliary.tobytes()
@@ -144,8 +145,7 @@ class VllmEngine:
         codes, logprobs = output.kv_transfer_params[EXTRA_ARGS]
         rows = channel.decode(np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams))
         values = np.frombuffer(logprobs, dtype="<f4").reshape(rows.ids.shape)
-        result = RowResult(rows.ids, values, rows.forced, finish, logits)
-        return chosen_guided(request, result) or result
+        return RowResult(rows.ids, values, rows.forced, finish, logits)
 
     def _predicted(self, output: Any, request: RowRequest, logits: tuple[Any, ...] | None) -> RowResult:
         """Teacher forcing: the rows predicted over the reference."""
@@ -182,50 +182,3 @@ def matrix(logprobs: Any, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
     ids = np.asarray(logprobs.token_ids[first:], dtype=np.int64).reshape(-1, width)
     values = np.asarray(logprobs.logprobs[first:], dtype=np.float32).reshape(-1, width)
     return ids, values
-
-
-# -- guidance: not served by this backend -----------------------------------------------------------------------------
-def _guided(rules: Any, name: str) -> bool:
-    block = getattr(rules, name, None)
-    return block is not None and block.guidance > 1
-
-
-def check_guidance(request: RowRequest) -> None:
-    """Refuses a request that is sure to need guidance.
-
-    Raises:
-        EngineError: naming the modality and the remedy.
-    """
-    rules = request.rules
-    if not isinstance(rules, BagpiperRules):
-        return
-    wanted = [name for name in rules.enforce if name in ("text", "audio")]
-    for name in wanted:
-        if _guided(rules, name):
-            scale = getattr(rules, name).guidance
-            raise EngineError(
-                f"{request.request_id}: guidance ({name} cfg {scale:g}) is not supported by the vllm backend; "
-                "set cfg: 1, or use --backend pytorch"
-            )
-
-
-def without_guided(rules: Any) -> Any:
-    """Rules under which a segment that the model chooses itself, and that would need guidance, ends the request."""
-    if not isinstance(rules, BagpiperRules):
-        return rules
-    blocks = {name: None if _guided(rules, name) else getattr(rules, name) for name in ("text", "audio")}
-    return BagpiperRules(rules.layout, rules.enforce, blocks["text"], blocks["audio"])
-
-
-def chosen_guided(request: RowRequest, result: RowResult) -> EngineError | None:
-    """The error of a request whose model chose a guided segment by itself."""
-    rules = request.rules
-    if not isinstance(rules, BagpiperRules) or result.finish != "stop" or not len(result.rows):
-        return None
-    name = rules.layout.modality_of(int(result.rows[-1, 0]))
-    if name is None or not _guided(rules, name):
-        return None
-    return EngineError(
-        f"{request.request_id}: the model chose {name}, whose cfg {getattr(rules, name).guidance:g} needs guidance, which the vllm "
-        "backend does not support; set cfg: 1, or use --backend pytorch"
-    )

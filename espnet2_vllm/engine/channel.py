@@ -8,6 +8,7 @@ their id, so every code carries its stream; flags ride in the higher bits.
     bit  24      the id was forced, not chosen
     bit  25      (stream 0 only) the row was fed with empty auxiliary streams, whatever was emitted
     bits 26..28  (stream 0 only) phase of the next row
+    bit  29      (stream 0 only) the row wanted guidance and its companion was not beside it: never a result
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _STREAM_SHIFT = ID_BITS
 _FORCED = 1 << 24
 _FED_EMPTY = 1 << 25
 _PHASE_SHIFT = 26
+SPLIT = 1 << 29
 MAX_STREAMS = 15
 
 

@@ -15,6 +15,7 @@ from ..layout import Layout
 from ..protocol import AUDIO, BagpiperRules, OpusLMRules
 from . import channel
 from .heads import AuxiliaryHeads, primary_masks
+from .pairs import Pairs, Partners, merge
 from .phases import make_phases
 from .sampling import choose
 from .tap import TAP
@@ -84,23 +85,32 @@ class SpeechCore:
         self.columns = torch.arange(layout.vocab_size, device=device).unsqueeze(0)
         self.stream_codes = torch.tensor(channel.stream_codes(streams), dtype=torch.int64, device=device)
         self.auxiliary_streams = torch.arange(1, streams, device=device)
+        self.pairs = Pairs(num_slots, device)
         self._topk: dict[int, int] = {}
         self._pending: list[tuple[int, int, np.ndarray]] = []
 
     # -- requests -----------------------------------------------------------------------------------------------------
-    def add(self, slot: int, args: Mapping[str, Any], prompt_rows: int, resume: Mapping[str, Any] | None) -> None:
+    def add(
+        self, name: str, slot: int, args: Mapping[str, Any], prompt_rows: int, resume: Mapping[str, Any] | None
+    ) -> None:
         """Puts a request into ``slot``.
 
         Args:
+            name: the engine's id of the request.
             args: ``extra_args["speechlm"]``: rules, seed, auxiliary ids of the prompt.
             prompt_rows: rows of the original prompt.
             resume: of a request that comes back after preemption: ``state`` of its protocol and ``auxiliary`` ids [n, S-1] of
                 the rows behind the prompt, as fed.
         """
-        rules = rules_from(self.layout, args["rules"])
-        state = rules.start() if resume is None else type(rules.start())(*resume["state"])
-        self.phases.add(slot, rules, state, int(args["seed"]))
-        self._topk[slot] = max_topk(rules)
+        main = args.get("companion_of")
+        self.pairs.add(name, slot, main)
+        if main is None:
+            rules = rules_from(self.layout, args["rules"])
+            state = rules.start() if resume is None else type(rules.start())(*resume["state"])
+            self.phases.add(slot, rules, state, int(args["seed"]))
+            self._topk[slot] = max_topk(rules)
+        else:
+            self.phases.add_companion(slot)
         prompt = auxiliary_from_bytes(self.layout, args.get("auxiliary"), prompt_rows)
         # The slot's last tenant left its ids behind: every position that is read before it is written must be cleared.
         self._pending.append(
@@ -114,12 +124,14 @@ class SpeechCore:
         """No request's topk is larger."""
         return max(self._topk.values(), default=1)
 
-    def remove(self, slot: int) -> None:
+    def remove(self, name: str, slot: int) -> None:
+        self.pairs.remove(name)
         self._topk.pop(slot, None)
 
     def flush(self) -> None:
         """Writes what ``add`` staged; once a step, before ``embed``."""
         self.phases.table.flush()
+        self.pairs.flush()
         for slot, start, rows in self._pending:
             values = torch.from_numpy(np.array(rows, dtype=np.int32))
             self.history[slot, start : start + len(rows)] = values.to(self.device, non_blocking=True)
@@ -168,6 +180,10 @@ class SpeechCore:
         constraints = self.phases.constraint(slots)
         auxiliary = self.heads(hidden)
         TAP.record(slots, emit, logits, auxiliary)
+        partners = None
+        if self.pairs.any:
+            partners = self.pairs.partners(slots, positions, emit, constraints.guidance > 1)
+            logits, auxiliary = (merge(x, partners, constraints.guidance) for x in (logits.float(), auxiliary))
         primary = self.primary_logits(logits, constraints)
         top = self.top
         seeds = self.phases.seeds(slots)
@@ -183,7 +199,12 @@ class SpeechCore:
         )
         rest, rest_logprob = self._choose_auxiliary(auxiliary, constraints, top, seeds, positions)
         advanced = self.phases.advance(slots, torch.cat([first.unsqueeze(1), rest], 1), emit)
-        return self._finish(slots, positions, emit, advanced, first_logprob, rest_logprob)
+        logprobs = torch.cat([first_logprob.unsqueeze(1), rest_logprob], 1)
+        if partners is not None:
+            # A companion gets its main's row.
+            source = torch.where(partners.companion, partners.row, torch.arange(len(slots), device=slots.device))
+            advanced, logprobs = type(advanced)(*(x[source] for x in advanced)), logprobs[source]
+        return self._finish(slots, positions, emit, advanced, logprobs, partners)
 
     def _choose_auxiliary(
         self, logits: torch.Tensor, constraints: Any, top: int, seeds: torch.Tensor, positions: torch.Tensor
@@ -209,16 +230,17 @@ class SpeechCore:
         positions: torch.Tensor,
         emit: torch.Tensor,
         advanced: Any,
-        first_logprob: torch.Tensor,
-        rest_logprob: torch.Tensor,
+        logprobs: torch.Tensor,
+        partners: Partners | None,
     ) -> Sampled:
         fed = torch.where(advanced.fed_empty.unsqueeze(1), self.layout.pad, advanced.rows[:, 1:]).to(torch.int32)
         where = torch.where(emit, slots, self.scratch)
         self.history[where, positions.clamp(max=self.history.shape[1] - 1)] = fed
-        logprobs = torch.cat([first_logprob.unsqueeze(1), rest_logprob], 1)
         logprobs = torch.where(advanced.forced, 0.0, logprobs)
         flags = (advanced.forced.long(), advanced.fed_empty.long(), advanced.after)
         codes = channel.encode(advanced.rows, *flags, self.stream_codes)
+        if partners is not None:
+            codes[:, 0] += partners.split.long() * channel.SPLIT
         tokens = torch.where(advanced.done, self.layout.stop_token, advanced.rows[:, 0])
         return Sampled(tokens, codes, logprobs)
 

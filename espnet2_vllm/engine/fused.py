@@ -54,6 +54,7 @@ class FusedStep:
         self.chosen_logprobs = torch.zeros(rows, streams, dtype=torch.float32, device=device)
         self.text_values = torch.zeros(rows, self.chunks * MAX_TOPK, dtype=torch.float32, device=device)
         self.text_ids = torch.zeros(rows, self.chunks * MAX_TOPK, dtype=torch.int32, device=device)
+        self.partners = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ranks = torch.ones(rows, dtype=torch.int32, device=device)
 
     # -- input rows ---------------------------------------------------------------------------------------------------
@@ -96,13 +97,16 @@ class FusedStep:
         """
         batch = len(hidden)
         logits = torch.addmm(self.bias, hidden, self.weight)
-        self._auxiliary(logits, slots, seq_lens)
-        self._primary(logits, text_logits, slots, seq_lens, topk)
+        guided = self.core.pairs.any
+        if guided:
+            self._find_partners(slots, seq_lens, prefill_lens)
+        self._auxiliary(logits, slots, seq_lens, guided)
+        self._primary(logits, text_logits, slots, seq_lens, topk, guided)
         tokens = torch.empty(batch, 1, dtype=torch.int64, device=hidden.device)
         ids = torch.empty(batch, self.streams + 1, dtype=torch.int32, device=hidden.device)
         logprobs = torch.empty(batch, self.streams + 1, dtype=torch.float32, device=hidden.device)
         emits = torch.empty(batch, dtype=torch.int32, device=hidden.device)
-        self._advance(tokens, ids, logprobs, emits, slots, seq_lens, prefill_lens)
+        self._advance((tokens, ids, logprobs, emits), slots, seq_lens, prefill_lens, guided)
         return tokens, emits, LogprobsTensors(ids, logprobs, self.ranks[:batch])
 
     def _columns(self) -> dict[str, Any]:
@@ -111,7 +115,15 @@ class FusedStep:
             return {"BAGPIPER": True, "PHASE": table.PHASE, "SEED": table.SEED}
         return {"BAGPIPER": False, "PHASE": OpusLMPhases.IS_AUDIO, "SEED": OpusLMPhases.SEED}
 
-    def _auxiliary(self, logits: torch.Tensor, slots: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def _find_partners(self, slots: torch.Tensor, seq_lens: torch.Tensor, prefill_lens: torch.Tensor) -> None:
+        table, pairs = self.core.phases.table, self.core.pairs
+        kernels.partners_kernel[(len(slots),)](
+            self.partners, slots, seq_lens, prefill_lens, pairs.mates, pairs.is_companion, table.ints, table.ints.stride(0),
+            table.floats, table.floats.stride(0), len(slots), TEXT=TEXT, AUDIO=AUDIO, PHASE=BagpiperPhases.PHASE,
+            BLOCK=256,
+        )  # fmt: skip
+
+    def _auxiliary(self, logits: torch.Tensor, slots: torch.Tensor, seq_lens: torch.Tensor, guided: bool) -> None:
         table = self.core.phases.table
         auxiliary, width = self.auxiliary_ids.shape
         if not auxiliary:
@@ -119,7 +131,8 @@ class FusedStep:
         audio_rules = BagpiperPhases.TEXT_RULES + BagpiperPhases.RULES
         kernels.auxiliary_kernel[(len(logits), auxiliary)](
             self.chosen_ids, self.chosen_logprobs, logits, logits.stride(0), self.auxiliary_ids, self.auxiliary_valid,
-            slots, seq_lens, table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), len(self.compact_ids),
+            slots, seq_lens, table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), self.partners,
+            len(self.compact_ids), GUIDED=guided,
             AUDIO=AUDIO, TOPK=audio_rules + BagpiperPhases.TOPK if self.bagpiper else OpusLMPhases.TOPK,
             TEMPERATURE=2 if self.bagpiper else 0, WIDTH=width, STREAMS=self.streams,
             BLOCK=triton.next_power_of_2(width), **self._columns(),
@@ -132,6 +145,7 @@ class FusedStep:
         slots: torch.Tensor,
         seq_lens: torch.Tensor,
         topk: int,
+        guided: bool,
     ) -> None:
         layout, table = self.core.layout, self.core.phases.table
         best = triton.next_power_of_2(topk)
@@ -140,45 +154,45 @@ class FusedStep:
         if text_logits is not None:
             kernels.text_kernel[(len(logits), self.chunks)](
                 self.text_values, self.text_ids, text_logits, text_logits.stride(0), layout.text.start, layout.text.size,
-                slots, table.ints, table.ints.stride(0), self.chunks, TEXT=TEXT, TOPK=top_column, K=best, BLOCK=TEXT_CHUNK,
+                slots, table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), self.partners, self.chunks,
+                TEXT=TEXT, TOPK=top_column, K=best, GUIDED=guided, BLOCK=TEXT_CHUNK,
                 **{k: v for k, v in self._columns().items() if k != "SEED"},
             )  # fmt: skip
         ends = (*layout.end_tokens, layout.end_tokens[0])
         kernels.primary_kernel[(len(logits),)](
             self.chosen_ids, self.chosen_logprobs, logits, logits.stride(0), self.compact_ids, self.masks, slots, seq_lens,
-            table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), self.text_values, self.text_ids,
-            self.chunks * best, ends[0], ends[1], TEXT=TEXT, AUDIO=AUDIO,
+            table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), self.partners, self.text_values,
+            self.text_ids, self.chunks * best, ends[0], ends[1], TEXT=TEXT, AUDIO=AUDIO,
             STEP=BagpiperPhases.STEP if self.bagpiper else OpusLMPhases.STEP, RULES=BagpiperPhases.RULES,
             MIN=rules + BagpiperPhases.MIN if self.bagpiper else OpusLMPhases.MIN, TOPK=top_column,
             TEMPERATURE=2 if self.bagpiper else 0, WIDTH=len(self.compact_ids), STREAMS=self.streams,
-            HAS_TEXT=text_logits is not None, BLOCK=triton.next_power_of_2(len(self.compact_ids)),
+            HAS_TEXT=text_logits is not None, GUIDED=guided, BLOCK=triton.next_power_of_2(len(self.compact_ids)),
             CANDIDATES=triton.next_power_of_2(self.chunks * best), num_warps=8, **self._columns(),
         )  # fmt: skip
 
     def _advance(
         self,
-        tokens: torch.Tensor,
-        ids: torch.Tensor,
-        logprobs: torch.Tensor,
-        emits: torch.Tensor,
+        outputs: tuple[torch.Tensor, ...],
         slots: torch.Tensor,
         seq_lens: torch.Tensor,
         prefill_lens: torch.Tensor,
+        guided: bool,
     ) -> None:
         core, special = self.core, self.core.layout.specials
         history, ints = core.history, core.phases.table.ints
         block = triton.next_power_of_2(self.streams)
+        tokens, ids, logprobs, emits = outputs
         common = (
             tokens, ids, logprobs, history, self.chosen_ids, self.chosen_logprobs, slots, seq_lens, prefill_lens, emits,
             ints, ints.stride(0), history.stride(0), history.stride(1), core.scratch, history.shape[1] - 1,
         )  # fmt: skip
         if self.bagpiper:
             kernels.bagpiper_kernel[(len(tokens),)](
-                *common, special["assistant"], special["text"], special["audio"], special["eos"], special["eot"],
+                *common, self.partners, special["assistant"], special["text"], special["audio"], special["eos"], special["eot"],
                 core.layout.stop_token, MODALITY=MODALITY, TEXT=TEXT, AUDIO=AUDIO, BRIDGE=BRIDGE, DONE=DONE,
                 FIRST_RULES=BagpiperPhases.TEXT_RULES, RULES=BagpiperPhases.RULES,
                 FIRST_ENFORCED=core.phases.first_enforced, MAX_ENFORCED=BagpiperPhases.MAX_ENFORCED,
-                STREAMS=self.streams, BLOCK=block, num_warps=1,
+                STREAMS=self.streams, GUIDED=guided, BLOCK=block, num_warps=1,
             )  # fmt: skip
         else:
             kernels.opuslm_kernel[(len(tokens),)](

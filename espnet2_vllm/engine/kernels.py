@@ -81,14 +81,59 @@ def embed_kernel(
     tl.store(out + token.to(tl.int64) * hidden_size + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
+# -- guidance (twin: pairs.Pairs.partners, pairs.merge) ----------------------------------------------------------------
+
+NO_PARTNER, SPLIT, FOLLOWS = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
+
+
+@triton.jit
+def partners_kernel(
+    partners, slots, seq_lens, prefill_lens, mates, is_companion, ints, ints_row, floats, floats_row, batch,
+    TEXT: tl.constexpr, AUDIO: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per row: the companion's row of a guided main, or NO_PARTNER, SPLIT, or FOLLOWS for the companion of such a main."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(seq_lens + row)
+    mate = tl.load(mates + slot)
+    follower = tl.load(is_companion + slot) != 0
+    main = tl.where(follower, tl.maximum(mate, 0), slot)
+    phase = tl.load(ints + main * ints_row + PHASE)
+    scale = tl.load(floats + main * floats_row + tl.where(phase == AUDIO, 3, 1))
+    wanted = ((phase == AUDIO) | (phase == TEXT)) & (scale > 1.0) & (length >= tl.load(prefill_lens + slot))
+    found = tl.full((), -1, tl.int32)
+    if (mate >= 0) & wanted:
+        for start in range(0, batch, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            inside = rows < batch
+            others = tl.load(slots + rows, mask=inside, other=-1).to(tl.int64)
+            lengths = tl.load(seq_lens + rows, mask=inside, other=-1)
+            known = tl.load(prefill_lens + tl.maximum(others, 0), mask=inside, other=0)
+            hit = inside & (others == mate) & (lengths == length) & (lengths >= known)
+            found = tl.maximum(found, tl.max(tl.where(hit, rows, -1), 0))
+    result = tl.where(found >= 0, found, tl.where(wanted & (follower == 0), SPLIT, NO_PARTNER))
+    result = tl.where(follower & (found >= 0), FOLLOWS, result)
+    tl.store(partners + row, result)
+
+
+@triton.jit
+def _merged(values, logits, logits_row, offsets, mask, partner, scale):
+    """Conditional ``values`` of a row merged with the same columns of its partner's."""
+    paired = partner >= 0
+    source = logits + tl.maximum(partner, 0).to(tl.int64) * logits_row + offsets
+    other = tl.load(source, mask=mask & paired, other=0.0).to(tl.float32)
+    return tl.where(paired & mask, scale * values + (1.0 - scale) * other, values)
+
+
 # -- choosing ids (twin: sampling.choose) ------------------------------------------------------------------------------
 
 
 @triton.jit
 def auxiliary_kernel(
     chosen_ids, chosen_logprobs, logits, logits_row, ids, valid, slots, seq_lens, ints, ints_row, floats, floats_row,
-    first_column, AUDIO: tl.constexpr, BAGPIPER: tl.constexpr, PHASE: tl.constexpr, TOPK: tl.constexpr, SEED: tl.constexpr,
-    TEMPERATURE: tl.constexpr, WIDTH: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr,
+    partners, first_column, AUDIO: tl.constexpr, BAGPIPER: tl.constexpr, PHASE: tl.constexpr, TOPK: tl.constexpr,
+    SEED: tl.constexpr, TEMPERATURE: tl.constexpr, WIDTH: tl.constexpr, STREAMS: tl.constexpr, GUIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One auxiliary stream of one row, if the row is in the audio phase."""
     row, auxiliary = tl.program_id(0), tl.program_id(1)
@@ -103,8 +148,12 @@ def auxiliary_kernel(
         columns = tl.arange(0, BLOCK)
         inside = columns < WIDTH
         inside &= tl.load(valid + auxiliary * WIDTH + columns, mask=inside, other=0) != 0
-        source = logits + row.to(tl.int64) * logits_row + first_column + auxiliary * WIDTH
-        values = tl.load(source + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        offsets = first_column + auxiliary * WIDTH + columns
+        source = logits + row.to(tl.int64) * logits_row
+        values = tl.load(source + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        if GUIDED:
+            scale = tl.load(floats + slot * floats_row + 3)
+            values = _merged(values, logits, logits_row, offsets, inside, tl.load(partners + row), scale)
         top = tl.max(values, 0)
         total, score = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
         best, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
@@ -123,20 +172,26 @@ def auxiliary_kernel(
 
 @triton.jit
 def text_kernel(
-    values_out, ids_out, logits, logits_row, text_start, text_size, slots, ints, ints_row, num_chunks,
-    TEXT: tl.constexpr, BAGPIPER: tl.constexpr, PHASE: tl.constexpr, TOPK: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values_out, ids_out, logits, logits_row, text_start, text_size, slots, ints, ints_row, floats, floats_row, partners,
+    num_chunks, TEXT: tl.constexpr, BAGPIPER: tl.constexpr, PHASE: tl.constexpr, TOPK: tl.constexpr, K: tl.constexpr,
+    GUIDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best ids of one chunk of the text span, for rows in the text phase."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    state = ints + tl.load(slots + row).to(tl.int64) * ints_row
+    slot = tl.load(slots + row).to(tl.int64)
+    state = ints + slot * ints_row
     phase = tl.load(state + PHASE)
     text = phase == TEXT if BAGPIPER else phase == 0
     if text:
         count = tl.load(state + TOPK)
         columns = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < text_size
         source = logits + row.to(tl.int64) * logits_row + text_start + columns
-        values = tl.load(source, mask=columns < text_size, other=-float("inf")).to(tl.float32)
+        values = tl.load(source, mask=inside, other=-float("inf")).to(tl.float32)
+        if GUIDED:
+            scale = tl.load(floats + slot * floats_row + 1)
+            partner = tl.load(partners + row)
+            values = _merged(values, logits, logits_row, text_start + columns, inside, partner, scale)
         where = (row.to(tl.int64) * num_chunks + chunk) * K
         for i in range(K):
             if i < count:
@@ -151,10 +206,11 @@ def text_kernel(
 @triton.jit
 def primary_kernel(
     chosen_ids, chosen_logprobs, logits, logits_row, compact_ids, masks, slots, seq_lens, ints, ints_row, floats, floats_row,
-    text_values, text_ids, num_candidates, end_0, end_1,
+    partners, text_values, text_ids, num_candidates, end_0, end_1,
     TEXT: tl.constexpr, AUDIO: tl.constexpr, BAGPIPER: tl.constexpr, PHASE: tl.constexpr, STEP: tl.constexpr,
     SEED: tl.constexpr, RULES: tl.constexpr, MIN: tl.constexpr, TOPK: tl.constexpr, TEMPERATURE: tl.constexpr,
-    WIDTH: tl.constexpr, STREAMS: tl.constexpr, HAS_TEXT: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
+    WIDTH: tl.constexpr, STREAMS: tl.constexpr, HAS_TEXT: tl.constexpr, GUIDED: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Stream 0 of one row among the special ids, its audio interval, and the text candidates if it is in the text phase."""
     row = tl.program_id(0)
@@ -180,8 +236,11 @@ def primary_kernel(
     inside = columns < WIDTH
     allowed = tl.load(masks + phase * WIDTH + columns, mask=inside, other=0) != 0
     allowed |= ends & ((columns == end_0) | (columns == end_1))
-    values = tl.load(logits + row.to(tl.int64) * logits_row + columns, mask=inside & allowed, other=-float("inf"))
-    values = values.to(tl.float32)
+    allowed &= inside
+    values = tl.load(logits + row.to(tl.int64) * logits_row + columns, mask=allowed, other=-float("inf")).to(tl.float32)
+    if GUIDED:
+        scale = tl.load(floats + slot * floats_row + tl.where(phase == AUDIO, 3, 1))
+        values = _merged(values, logits, logits_row, columns, allowed, tl.load(partners + row), scale)
     top = tl.max(values, 0)
     if HAS_TEXT:
         text = phase == TEXT
@@ -219,13 +278,13 @@ def primary_kernel(
 @triton.jit
 def _publish(
     tokens, ids, logprobs, history, row, slot, position, emit, streams, inside, rows, forced, fed_empty, next_phase, token,
-    chosen_logprobs, history_slot, history_row, scratch, limit, STREAMS: tl.constexpr,
+    chosen_logprobs, chosen_row, flags, history_slot, history_row, scratch, limit, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """Writes a row to the channel and, as fed, to the history."""
     tl.store(tokens + row, token.to(tl.int64))
-    logprob = tl.load(chosen_logprobs + row * STREAMS + streams, mask=inside & (forced == 0), other=0.0)
+    logprob = tl.load(chosen_logprobs + chosen_row * STREAMS + streams, mask=inside & (forced == 0), other=0.0)
     codes = rows + ((streams + 1) << 20) + (forced.to(tl.int32) << 24)
-    codes += tl.where(streams == 0, (fed_empty.to(tl.int32) << 25) + (next_phase.to(tl.int32) << 26), 0)
+    codes += tl.where(streams == 0, (fed_empty.to(tl.int32) << 25) + (next_phase.to(tl.int32) << 26) + flags, 0)
     wide = row * (STREAMS + 1)
     tl.store(ids + wide, token.to(tl.int32))
     tl.store(ids + wide + 1 + streams, codes, mask=inside)
@@ -240,10 +299,10 @@ def _publish(
 @triton.jit
 def bagpiper_kernel(
     tokens, ids, logprobs, history, chosen_ids, chosen_logprobs, slots, seq_lens, prefill_lens, emits,
-    ints, ints_row, history_slot, history_row, scratch, limit, assistant, text_token, audio_token, eos, eot, stop,
+    ints, ints_row, history_slot, history_row, scratch, limit, partners, assistant, text_token, audio_token, eos, eot, stop,
     MODALITY: tl.constexpr, TEXT: tl.constexpr, AUDIO: tl.constexpr, BRIDGE: tl.constexpr, DONE: tl.constexpr,
     FIRST_RULES: tl.constexpr, RULES: tl.constexpr, FIRST_ENFORCED: tl.constexpr, MAX_ENFORCED: tl.constexpr,
-    STREAMS: tl.constexpr, BLOCK: tl.constexpr,
+    STREAMS: tl.constexpr, GUIDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
@@ -280,15 +339,27 @@ def bagpiper_kernel(
     rows = tl.load(chosen_ids + row * STREAMS + streams, mask=inside & audio & (streams > 0), other=0)
     rows = tl.where(streams == 0, primary.to(tl.int32), rows)
     forced = tl.where(streams == 0, bridge | (entering & (enforced > 0)), audio == 0)
-    if emit:
-        tl.store(state, after.to(tl.int64))
-        tl.store(state + 1, tl.where(content & (last == 0), step + 1, 0))
-        tl.store(state + 2, segments + tl.where(entering, 1, 0))
-    _publish(
-        tokens, ids, logprobs, history, row, slot, tl.load(seq_lens + row).to(tl.int64), emit, streams, inside, rows,
-        forced, last, after, tl.where(done, stop, primary.to(tl.int32)), chosen_logprobs, history_slot, history_row, scratch,
-        limit, STREAMS,
-    )  # fmt: skip
+    token = tl.where(done, stop, primary.to(tl.int32))
+    position = tl.load(seq_lens + row).to(tl.int64)
+    partner = tl.full((), NO_PARTNER, tl.int32)
+    if GUIDED:
+        partner = tl.load(partners + row)
+    flags = tl.where(partner == SPLIT, 1 << 29, 0)
+    if partner != FOLLOWS:
+        if emit:
+            tl.store(state, after.to(tl.int64))
+            tl.store(state + 1, tl.where(content & (last == 0), step + 1, 0))
+            tl.store(state + 2, segments + tl.where(entering, 1, 0))
+        _publish(
+            tokens, ids, logprobs, history, row, slot, position, emit, streams, inside, rows, forced, last, after, token,
+            chosen_logprobs, row, flags, history_slot, history_row, scratch, limit, STREAMS,
+        )  # fmt: skip
+    if partner >= 0:  # the companion gets its main's row
+        other = tl.load(slots + partner).to(tl.int64)
+        _publish(
+            tokens, ids, logprobs, history, partner, other, position, emit, streams, inside, rows, forced, last, after, token,
+            chosen_logprobs, row, flags, history_slot, history_row, scratch, limit, STREAMS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -323,6 +394,6 @@ def opuslm_kernel(
     phase = tl.where(done, DONE, tl.where(audio, AUDIO, TEXT))
     _publish(
         tokens, ids, logprobs, history, row, slot, tl.load(seq_lens + row).to(tl.int64), emit, streams, inside, rows, forced,
-        step < 0, phase, tl.where(done, stop, primary), chosen_logprobs, history_slot, history_row, scratch, limit,
+        step < 0, phase, tl.where(done, stop, primary), chosen_logprobs, row, 0, history_slot, history_row, scratch, limit,
         STREAMS,
     )  # fmt: skip

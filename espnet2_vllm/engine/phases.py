@@ -98,6 +98,12 @@ class BagpiperPhases:
         enforced = [{"text": TEXT, "audio": AUDIO}.get(rules.enforced(i) or "", 0) for i in range(len(rules.enforce))]
         self.table.stage(slot, ints + enforced + [0] * (self.MAX_ENFORCED - len(enforced)), floats)
 
+    def add_companion(self, slot: int) -> None:
+        """A companion chooses nothing, so its slot is done from the start."""
+        ints = [0] * self.table.ints.shape[1]
+        ints[self.PHASE] = DONE
+        self.table.stage(slot, ints, [1.0] * 4)
+
     def seeds(self, slots: torch.Tensor) -> torch.Tensor:
         return self.table.ints[slots, self.SEED]
 

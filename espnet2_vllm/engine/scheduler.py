@@ -135,9 +135,12 @@ class SpeechScheduler(AsyncScheduler):
     def _resumption(self, request: Request) -> dict[str, Any]:
         start, stop = request.num_prompt_tokens, request.num_tokens
         args = request.sampling_params.extra_args[EXTRA_ARGS]
+        fed = self.history.fed(request.request_id, start, stop)
+        if "rules" not in args:
+            return {"state": None, "auxiliary": fed}  # a companion has no protocol of its own
         emitted = self.history.emitted(request.request_id, start, stop)
         state, _ = replay(rules_from(self.layout, args["rules"]), [tuple(map(int, row)) for row in emitted])
-        return {"state": tuple(state), "auxiliary": self.history.fed(request.request_id, start, stop)}
+        return {"state": tuple(state), "auxiliary": fed}
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM appends the tokens, because the hashes of blocks that they fill need all streams.

@@ -35,12 +35,12 @@ class SpeechCPURunner(CPUModelRunner):
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
-            self.core.remove(slot)
+            self.core.remove(request_id, slot)
             self._free_slots.append(slot)
 
     def _occupy(self, request_id: str, args: dict[str, Any], prompt_rows: int, resume: Any) -> None:
         slot = self._slots[request_id] = self._free_slots.pop()
-        self.core.add(slot, args, prompt_rows, resume)
+        self.core.add(request_id, slot, args, prompt_rows, resume)
         if args.get("tap"):
             TAP.follow(args["tap"], slot)
 

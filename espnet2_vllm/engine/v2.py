@@ -46,7 +46,7 @@ class SpeechModelState(DefaultModelState):
         if args is None:
             return  # vLLM's warm-up; the scheduler admits no such request
         resume = getattr(new_req_data, "speechlm_resume", None)
-        self.core.add(req_index, args, len(new_req_data.prompt_token_ids), resume)
+        self.core.add(new_req_data.req_id, req_index, args, len(new_req_data.prompt_token_ids), resume)
         self.slot_of[new_req_data.req_id] = req_index
         if args.get("tap"):
             TAP.follow(args["tap"], req_index)
@@ -55,7 +55,7 @@ class SpeechModelState(DefaultModelState):
         super().remove_request(req_id)
         slot = self.slot_of.pop(req_id, None)
         if slot is not None:
-            self.core.remove(slot)
+            self.core.remove(req_id, slot)
 
     def apply_staged_writes(self) -> None:
         super().apply_staged_writes()

@@ -39,6 +39,7 @@ class VllmEngine:
         checkpoint: a converted directory.
         dtype: of weights and KV cache.
         keep_logits: return raw logits with each result (slow; the engine then runs in this process).
+        asynchronous: schedule a step ahead of the device; None takes vLLM's own choice (yes on CUDA, no on a CPU).
         options: fields of ``vllm.EngineArgs`` (``max_num_seqs``, ``max_model_len``, ``gpu_memory_utilization``, ...).
 
     Raises:
@@ -46,12 +47,21 @@ class VllmEngine:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, dtype: str = "float32", keep_logits: bool = False, **options: Any
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str = "float32",
+        keep_logits: bool = False,
+        asynchronous: bool | None = None,
+        **options: Any,
     ) -> None:
         version = engine_version()
         self.layout = checkpoint.layout
         self.keep_logits = keep_logits
         config = self._configure(checkpoint, dtype, options)
+        if asynchronous is not None:
+            # Set behind vLLM's own checks, which refuse it on a CPU.
+            config.scheduler_config.async_scheduling = asynchronous
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._engine = LLMEngine.from_vllm_config(config)

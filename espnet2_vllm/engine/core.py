@@ -106,7 +106,9 @@ class SpeechCore:
         self.pairs.add(name, slot, main)
         if main is None:
             rules = rules_from(self.layout, args["rules"])
-            state = rules.start() if resume is None else type(rules.start())(*resume["state"])
+            state = rules.start()
+            if resume is not None and resume["state"] is not None:
+                state = type(state)(*resume["state"])
             self.phases.add(slot, rules, state, int(args["seed"]))
             self._topk[slot] = max_topk(rules)
         else:

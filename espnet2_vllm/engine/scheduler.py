@@ -135,6 +135,8 @@ class SpeechScheduler(AsyncScheduler):
     def _resumption(self, request: Request) -> dict[str, Any]:
         start, stop = request.num_prompt_tokens, request.num_tokens
         args = request.sampling_params.extra_args[EXTRA_ARGS]
+        if start == stop:  # preempted before it generated anything
+            return {"state": None, "auxiliary": np.zeros((0, self.layout.num_streams - 1), dtype=np.int32)}
         fed = self.history.fed(request.request_id, start, stop)
         if "rules" not in args:
             return {"state": None, "auxiliary": fed}  # a companion has no protocol of its own

@@ -12,7 +12,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 def test_fused_step_equals_plain_step():
     native = torch.cuda.is_available()
-    worlds = 200 if native else 12
+    worlds = 200 if native else 6
     env = os.environ | ({} if native else {"TRITON_INTERPRET": "1"})
     command = [sys.executable, str(HERE / "fused_check.py"), "0", str(worlds)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)

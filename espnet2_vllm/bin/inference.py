@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from .options import add, add_decoding_options, at_least, choose_device, engine_options, run_command
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> 
         ConfigError: if audio may be generated and the checkpoint has no codec.
         CheckpointError: if the codec cannot be loaded or does not fit the checkpoint's streams.
     """
-    from ..codec import check_codec_fits, load_codec
     from ..io.results import Speech
+    from .job import load_fitting_codec
 
     if checkpoint.codec is None:
         if config.audio is not None:
@@ -134,11 +134,7 @@ def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> 
             )
         return None
     layout = checkpoint.layout
-    codec = load_codec(checkpoint.codec, device=device, base_dir=checkpoint.codec_base)
-    sizes = {layout.code_spans[stream].size for stream in layout.codec_streams}
-    if len(sizes) != 1:
-        raise CheckpointError(f"the codebooks of the checkpoint differ in size: {sorted(sizes)}")
-    check_codec_fits(codec, len(layout.codec_streams), sizes.pop())
+    codec = load_fitting_codec(checkpoint.codec, checkpoint.codec_base, layout, device)
     return Speech(codec)
 
 

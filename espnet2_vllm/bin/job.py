@@ -10,10 +10,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import SpeechLMError
+from ..errors import CheckpointError, SpeechLMError
 from ..io.journal import Record, digest
 from ..io.results import Draft, ResultWriter, Speech
 from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
@@ -21,7 +22,9 @@ from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
 if TYPE_CHECKING:
     from ..backends import Engine
     from ..checkpoint import Checkpoint
+    from ..codec import Codec, CodecDescription
     from ..decoding import DecodingConfig
+    from ..layout import Layout
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +220,22 @@ def report(tally: Tally, seconds: float, where: str) -> int:
         log.error("no result for %d more; the journal names them", len(tally.refused) - _NAMED_FAILURES)
     log.info("%s; results in %s", tally.summary(seconds), where)
     return 1 if tally.refused else 0
+
+
+def load_fitting_codec(description: CodecDescription, base_dir: Path, layout: Layout, device: str) -> Codec:
+    """The codec that ``description`` names, if it has the codebooks of ``layout``.
+
+    Raises:
+        CheckpointError: if it cannot be loaded or does not fit.
+    """
+    from ..codec import check_codec_fits, load_codec
+
+    sizes = {layout.code_spans[stream].size for stream in layout.codec_streams}
+    if len(sizes) != 1:
+        raise CheckpointError(f"the codebooks of the checkpoint differ in size: {sorted(sizes)}")
+    codec = load_codec(description, device=device, base_dir=base_dir)
+    check_codec_fits(codec, len(layout.codec_streams), sizes.pop())
+    return codec
 
 
 def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import ConfigError, DataError
 from .options import (
     add,
     add_decoding_options,
@@ -160,9 +160,10 @@ def load_speech(
         ConfigError: if there is audio to write and no codec is named.
         CheckpointError: if the codec cannot be loaded or does not fit the checkpoint's streams.
     """
-    from ..codec import SILENT_FRAMES, check_codec_fits, codec_from_tokenizer, load_codec
+    from ..codec import SILENT_FRAMES, codec_from_tokenizer
     from ..io.results import Speech
     from ..prompt.tasks import AUDIO_MODALITIES
+    from .job import load_fitting_codec
 
     task, layout = data.task, checkpoint.layout
     description, base = checkpoint.codec, checkpoint.codec_base
@@ -179,11 +180,7 @@ def load_speech(
             f"task {task.name} writes wav files, but neither {config.source} nor the checkpoint names a codec; add the block "
             "codec_ssl.tokenizer (codec_choice, codec_fs, hf_model_tag or config_path and checkpoint_path)"
         )
-    codec = load_codec(description, device=device, base_dir=base)
-    sizes = {layout.code_spans[stream].size for stream in layout.codec_streams}
-    if len(sizes) != 1:
-        raise CheckpointError(f"the codebooks of the checkpoint differ in size: {sorted(sizes)}")
-    check_codec_fits(codec, len(layout.codec_streams), sizes.pop())
+    codec = load_fitting_codec(description, base, layout, device)
     return Speech(codec, silent_frames=SILENT_FRAMES)
 
 

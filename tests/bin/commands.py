@@ -1,5 +1,6 @@
 """Runs the decoding command lines in this process, on recorded models."""
 
+import os
 import pathlib
 import resource
 import shutil
@@ -7,8 +8,12 @@ import subprocess
 import sys
 
 import yaml
+from conftest import REPO
 
 from espnet2_vllm.bin import inference, speechlm_inference_chat
+
+# The package under test is the one beside the tests, also where another one is installed.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))}
 
 
 def chat_arguments(model: pathlib.Path, decode, data, output_dir, *more, backend="pytorch") -> list[str]:
@@ -57,6 +62,7 @@ def edited_yaml(source: pathlib.Path, target: pathlib.Path, change) -> pathlib.P
 def help_of(module: str) -> tuple[str, float]:
     """What ``--help`` prints, and the processor time that it takes (the wall clock also counts who else is at work)."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

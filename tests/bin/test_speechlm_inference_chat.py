@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import chat, chat_arguments, edited_yaml, help_of, writable
+from commands import ENVIRONMENT, chat, chat_arguments, edited_yaml, help_of, writable
 from conftest import golden_models
 from trees import result_files
 
@@ -348,13 +348,18 @@ def test_help_is_quick_and_names_espnets_options():
 
 
 def test_the_log_goes_to_stderr_and_ends_with_a_summary(model, decode, tmp_path):
-    arguments = chat_arguments(model, decode, data_json(model, ASR, ["u00"]), tmp_path / "out")
+    """As the recipe runs it: in the C locale, whose encoding is ASCII."""
+    out = tmp_path / "out"
+    arguments = chat_arguments(model, decode, data_json(model, DIALOGUE, ["ad1"]), out)
     command = [sys.executable, "-m", "espnet2_vllm.bin.speechlm_inference_chat", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0
+    c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, **c_locale})
+    assert done.returncode == 0, done.stderr
     first, *_, last = [line for line in done.stderr.splitlines() if ") INFO: " in line]
     assert "command: " in first and str(model / "model.pth") in first
-    assert "1 utterances: 1 ok" in last and "rows/s" in last and str(tmp_path / "out") in last
+    assert "1 utterances: 1 ok" in last and "rows/s" in last and str(out) in last
+    text = (out / "dialogue" / "dialogue.json").read_text(encoding="utf-8")
+    assert not text.isascii() and json.loads(text)
 
 
 def test_nbest_writes_samples_side_by_side(model, decode, tmp_path):

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from commands import chat, edited_yaml
+from commands import chat, chat_arguments, edited_yaml
 from conftest import golden_files
 from recorded import assert_written_as_recorded, load_case
+from shared_engine import run_apart
 from trees import assert_same_tree
 
-from espnet2_vllm import backends
 from espnet2_vllm.bin import inference
 
 CHAT_TREES = [path.parent for path in golden_files("opuslm/*/trees/*/data.json")]
@@ -31,41 +31,31 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("ESPNET2_VLLM_CACHE", str(tmp_path_factory.getbasetemp() / "converted"))
 
 
-@pytest.fixture(scope="module")
-def engines():
-    """One engine at a time, kept for the next test that wants the same: starting vLLM takes longer than decoding a tree."""
-    kept = {}
-    make_engine = backends.make_engine
-
-    def make(name, checkpoint, dtype, **options):
-        wanted = (name, checkpoint.path, dtype, *sorted(options.items()))
-        if wanted not in kept:
-            for _, close in kept.values():
-                close()
-            kept.clear()
-            engine = make_engine(name, checkpoint, dtype, **options)
-            kept[wanted] = engine, engine.close
-            engine.close = lambda: None
-        engine, _ = kept[wanted]
-        assert engine.unfinished == 0
-        return engine
-
-    yield make
-    for _, close in kept.values():
-        close()
-
-
 @pytest.mark.parametrize("tree", CHAT_TREES, ids=tree_id)
-@pytest.mark.parametrize("backend", ["pytorch", "vllm"])
-def test_chat_trees_are_espnets(backend, tree, tmp_path, monkeypatch, engines):
-    if backend == "vllm":
-        pytest.importorskip("vllm")
-        monkeypatch.setattr(backends, "make_engine", engines)
+def test_chat_trees_are_espnets(tree, tmp_path, monkeypatch):
     model = tree.parent.parent
     monkeypatch.chdir(model)  # paths in data.json count from here
-    assert chat(model, tree / "decode.yaml", tree / "data.json", tmp_path / "out", backend=backend) == 0
-    prefix = f"trees/{tree.name}/expected"
-    assert_same_tree(tmp_path / "out", tree / "expected", prefix, merged_by_rank=tree.name.endswith("_nproc2"))
+    assert chat(model, tree / "decode.yaml", tree / "data.json", tmp_path / "out") == 0
+    assert_chat_tree(tmp_path / "out", tree)
+
+
+def assert_chat_tree(out, tree):
+    merged_by_rank = tree.name.endswith("_nproc2")
+    assert_same_tree(out, tree / "expected", f"trees/{tree.name}/expected", merged_by_rank=merged_by_rank)
+
+
+@pytest.mark.parametrize("model", sorted({tree.parent.parent for tree in CHAT_TREES}), ids=lambda path: path.name)
+def test_chat_trees_of_vllm_are_espnets(model, tmp_path):
+    pytest.importorskip("vllm")
+    trees = [tree for tree in CHAT_TREES if tree.parent.parent == model]
+    outs = [tmp_path / tree.name for tree in trees]
+    commands = [
+        chat_arguments(model, tree / "decode.yaml", tree / "data.json", out, backend="vllm")
+        for tree, out in zip(trees, outs, strict=True)
+    ]
+    run_apart(commands, model)
+    for tree, out in zip(trees, outs, strict=True):
+        assert_chat_tree(out, tree)
 
 
 @pytest.mark.parametrize("path", CHAT_CASES, ids=tree_id)
@@ -108,11 +98,10 @@ def test_bagpiper_trees_are_espnets(tree, workers, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tree", BAGPIPER_TREES, ids=tree_id)
-def test_both_backends_write_the_same_bagpiper_tree(tree, tmp_path, monkeypatch, engines):
+def test_both_backends_write_the_same_bagpiper_tree(tree, tmp_path, monkeypatch):
     """Without guidance, which vllm does not have; with sampling, whose noise is the same on both."""
     pytest.importorskip("vllm")
     monkeypatch.chdir(tree.parent.parent)
-    monkeypatch.setattr(backends, "make_engine", engines)
     command = json.loads((tree / "details.json").read_text(encoding="utf-8"))["command"]
     for name, value in command["env"].items():
         monkeypatch.setenv(name, value)

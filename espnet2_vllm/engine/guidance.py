@@ -36,9 +36,13 @@ class PairedRequest(Request):
 
     held = 0
     rules: BagpiperRules
-    is_companion = False
+    main_id: str | None = None  # of a companion
     next_phase = MODALITY
     segments = 0
+
+    @property
+    def is_companion(self) -> bool:
+        return self.main_id is not None
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +118,8 @@ class GuidanceScheduler(SpeechScheduler):
             extra_args={EXTRA_ARGS: {"companion_of": main.request_id}},
         )
         companion = PairedRequest(
-            request_id=main.request_id + SUFFIX,
+            # A name of its own each time: a step of the last companion may still be in flight.
+            request_id=f"{main.request_id}{SUFFIX}{self.counts['companions']}",
             prompt_token_ids=[PAD] * length + [token],
             sampling_params=params,
             pooling_params=None,
@@ -124,7 +129,7 @@ class GuidanceScheduler(SpeechScheduler):
             priority=main.priority,
             block_hasher=None if main._block_hasher is None else self._hasher(),
         )
-        companion.is_companion = True
+        companion.main_id = main.request_id
         companion.rules = main.rules
         self.requests[companion.request_id] = companion
         self.companion_of[main.request_id] = companion
@@ -264,7 +269,7 @@ class GuidanceScheduler(SpeechScheduler):
 
     def _unit(self, request: Request) -> list[PairedRequest]:
         """A request and its mate, the main first."""
-        name = request.request_id.removesuffix(SUFFIX)
+        name = request.main_id or request.request_id
         return [r for r in (self.requests.get(name), self.companion_of.get(name)) if r is not None]
 
     def _preempt_unit(self, request: Request) -> None:
@@ -311,7 +316,7 @@ class GuidanceScheduler(SpeechScheduler):
         return companion is not None and companion.status == RequestStatus.RUNNING
 
     def _main_runs(self, companion: Request) -> bool:
-        main = self.requests.get(companion.request_id.removesuffix(SUFFIX))
+        main = self.requests.get(companion.main_id)
         return main is not None and main.status == RequestStatus.RUNNING
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:

@@ -15,9 +15,12 @@ from vllm.v1.request import Request
 from ..errors import EngineError
 from ..protocol import AUDIO, replay
 from . import channel
+from .blocks import QuietBlocks
 from .compat import layout_of
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
+
+NO_HASHES: list[Any] = []
 
 
 class SpeechScheduler(AsyncScheduler):
@@ -32,6 +35,7 @@ class SpeechScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._check_configuration()
         self.layout = layout_of(self.vllm_config.model_config)
+        self.kv_cache_manager = QuietBlocks(self.kv_cache_manager, self.block_size)
         self.history = History(self.layout.num_streams, self.max_model_len)
         self._prompts: dict[str, np.ndarray] = {}
         # Requests whose next rows may be in the text phase, which needs the whole vocabulary.
@@ -81,9 +85,11 @@ class SpeechScheduler(AsyncScheduler):
         size = self.hash_block_size
 
         def block_hashes(request: Request) -> list[Any]:
+            start = len(request.block_hashes) * size
+            if start + size > request.num_tokens:
+                return NO_HASHES  # at most steps no block is full
             hashes: list[Any] = []
             parent = request.block_hashes[-1] if request.block_hashes else None
-            start = len(request.block_hashes) * size
             while start + size <= request.num_tokens:
                 stop = start + size
                 extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0 if start == 0 else -1)

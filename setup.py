@@ -30,8 +30,9 @@ setup(
         "transformers>=5.5.3",
     ],
     extras_require={
+        "bench": ["matplotlib"],
         "score": ["jiwer"],
-        "test": ["jiwer", "pytest", "ruff"],
+        "test": ["jiwer", "matplotlib", "pytest", "ruff"],
     },
     entry_points={
         "vllm.general_plugins": ["espnet2_vllm = espnet2_vllm.engine.plugin:register"],

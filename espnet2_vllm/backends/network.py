@@ -37,6 +37,9 @@ class Logits(NamedTuple):
 class Network:
     """The backbone with the embedding and the heads of all streams.
 
+    Args:
+        random: weights as transformers initialises them; the directory needs no more than its config.json then.
+
     Attributes:
         candidates: [S-1, W] ids of the auxiliary streams (``Layout.auxiliary_candidates``), shorter ones filled up with pad.
         filled: [S-1, W] bool, where they are.
@@ -45,16 +48,33 @@ class Network:
         CheckpointError: if the directory's tensors are not those of the backbone plus ``stream_emb.weight``.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, attention: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str,
+        *,
+        random: bool = False,
+    ) -> None:
         self.layout, self.device = checkpoint.layout, device
-        model = _load_backbone(checkpoint.path, dtype, attention).to(device).eval().requires_grad_(False)
+        if random:
+            model = _random_backbone(checkpoint.path, dtype, device, attention)
+        else:
+            model = _load_backbone(checkpoint.path, dtype, attention).to(device)
+        model.eval().requires_grad_(False)
         self.config, self._backbone = model.config, model.get_decoder()
         # Named past_key_values in older versions of transformers, a name that newer ones warn of and will drop.
         forward = inspect.signature(self._backbone.forward).parameters
         self._cache_name = "cache" if "cache" in forward else "past_key_values"
         self._embedding = model.get_input_embeddings().weight
         self._head = model.get_output_embeddings().weight
-        self._stream_embedding = _read_tensor(checkpoint.path, "stream_emb.weight").to(device, dtype)
+        if random:
+            self._stream_embedding = torch.zeros(
+                self.layout.num_streams, self._head.shape[1], dtype=dtype, device=device
+            )
+        else:
+            self._stream_embedding = _read_tensor(checkpoint.path, "stream_emb.weight").to(device, dtype)
         self._check_shapes(checkpoint.path)
         ids = self.layout.auxiliary_candidates()
         width = max(map(len, ids), default=0)
@@ -114,6 +134,15 @@ def _load_backbone(path: Path, dtype: torch.dtype, attention: str) -> PreTrained
                 f"{path}: tensors {what}: {', '.join(sorted(names)[:5])}; convert the checkpoint again"
             )
     return model
+
+
+def _random_backbone(path: Path, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+    """Made on the device itself, since a large model takes long to initialise on a CPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 ATTENTION = ("sdpa", "eager")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 def distribution(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,10 +97,11 @@ class PyTorchEngine:
         keep_logits: give ``RowResult.logits``; a guided row has the companion's two arrays behind its own two.
         max_rows: a context shorter than the checkpoint's.
         attention: transformers' ``attn_implementation``, one of ``ATTENTION``.
+        load_format: ``auto`` reads the directory's weights, ``dummy`` takes random ones (as vLLM calls it), for measurements.
 
     Raises:
         CheckpointError: if the directory's tensors do not fit.
-        ConfigError: if ``max_rows`` is not within the checkpoint's context, or there is no such device or attention.
+        ConfigError: if ``max_rows`` is not within the checkpoint's context, or there is no such device, attention or load format.
     """
 
     def __init__(
@@ -111,12 +113,16 @@ class PyTorchEngine:
         keep_logits: bool = False,
         max_rows: int | None = None,
         attention: str = "sdpa",
+        load_format: str = "auto",
     ) -> None:
         self.layout: Layout = checkpoint.layout
         self.max_rows = _context(checkpoint, max_rows)
         if attention not in ATTENTION:
             raise ConfigError(f"attention {attention!r} is unknown; expected one of {', '.join(ATTENTION)}")
-        self._network = Network(checkpoint, getattr(torch, dtype), _device(device), attention)
+        if load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format {load_format!r} is unknown; expected one of {', '.join(LOAD_FORMATS)}")
+        random = load_format == "dummy"
+        self._network = Network(checkpoint, getattr(torch, dtype), _device(device), attention, random=random)
         self._keep_logits = keep_logits
         self._waiting: deque[RowRequest] = deque()
 

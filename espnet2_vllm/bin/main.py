@@ -16,6 +16,8 @@ COMMANDS = {
     "prepare-data": ("espnet2_vllm.bin.prepare_data", "make data.json or dataset.json from a Kaldi data directory"),
     "split-data": ("espnet2_vllm.bin.split_data", "split data.json into one part a job"),
     "merge-outputs": ("espnet2_vllm.bin.merge_outputs", "merge what the jobs of one set wrote"),
+    "bench": ("espnet2_vllm.bin.bench", "measure speed against plain-text vLLM and the sequential backend"),
+    "compare": ("espnet2_vllm.bin.compare", "compare ids and logits of two backends or precisions"),
     "score-text": ("espnet2_vllm.bin.score_text", "word and character error rates of decoded text"),
 }
 

@@ -79,15 +79,20 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     option(
         "device", help="Device of the pytorch backend and of the codec; by default the GPU where there is one to use"
     )
+    add_engine_options(option)
+    option("in_flight", type=at_least(1), default=1024, help="Utterances handed to the engine at once, at most")
+    group = parser.add_argument_group("journal")
+    option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
+    option("no_resume", dest="resume", action="store_false", help="Decode everything anew")
+
+
+def add_engine_options(option: Callable[..., None]) -> None:
+    """Adds what ``engine_options`` reads. ``option`` takes a name and the settings of ``add_argument``."""
     option("max_num_seqs", type=at_least(1), help="vllm: requests in one step at most")
     option("gpu_memory_utilization", type=share, help="vllm: share of the GPU's memory")
     option("max_model_len", type=at_least(2), help="vllm: rows of a sequence at most, prompt included")
     option("enforce_eager", type=flag, nargs="?", const=True, help="vllm: no CUDA graphs")
     option("engine_option", action="append", default=[], metavar="NAME=VALUE", help="Any other option of the engine")
-    option("in_flight", type=at_least(1), default=1024, help="Utterances handed to the engine at once, at most")
-    group = parser.add_argument_group("journal")
-    option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
-    option("no_resume", dest="resume", action="store_false", help="Decode everything anew")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

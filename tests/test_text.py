@@ -32,10 +32,11 @@ def test_bagpiper_texts_are_espnets(path, model):
         assert tokenizer.decode_bagpiper(case["ids"]) == case["text"], case
 
 
-@pytest.mark.parametrize("path", golden_files("bagpiper/functions/vocab_*.json"), ids=lambda p: p.stem)
-def test_bagpiper_vocabulary_names_the_tokenizers_tokens(path):
+@pytest.mark.parametrize("model", golden_models("bagpiper"), ids=lambda p: p.name)
+def test_bagpiper_vocabulary_names_the_tokenizers_tokens(model):
+    (path,) = golden_files(f"bagpiper/functions/vocab_{model.name}.json")
     data = json.loads(path.read_text(encoding="utf-8"))
-    (model,) = [m for m in golden_models("bagpiper") if m.name == data["model"]]
+    assert data["model"] == model.name
     tokenizer = TextTokenizer(model / "backbone")
     start, stop = data["vocab_intervals"]["text"][0]
     assert tokenizer.differences(data["vocab"][start : start + len(tokenizer)]) == []

@@ -15,7 +15,7 @@ from espnet2_vllm.audio import first_channel, read_audio, resample
 from espnet2_vllm.errors import DataError
 
 SEED = 611
-ARKS = golden_files("bagpiper/*/trees/asr_kaldi/input/audio1.scp")
+ARKS = golden_files("bagpiper/*/trees/*/input/audio1.scp")
 
 
 @pytest.fixture
@@ -68,17 +68,18 @@ def test_relative_paths_are_looked_up_under_base_dir_first(tmp_path, noise, monk
     np.testing.assert_array_equal(read_audio("b.wav", base_dir=tmp_path / "base")[0], noise * 0.5)
 
 
-@pytest.mark.parametrize("scp", ARKS, ids=lambda path: path.parents[3].name)
-def test_wav_ark_of_kaldi_holds_the_same_recordings_as_the_wav_files(scp):
+@pytest.mark.parametrize("scp", ARKS, ids=lambda path: f"{path.parents[3].name}-{path.parents[1].name}")
+def test_wav_arks_are_read_as_kaldiio_reads_them(scp):
     model_dir = scp.parents[3]
     lines = scp.read_text(encoding="utf-8").split("\n")[:-1]
     assert lines
     for line in lines:
         key, spec = line.split(maxsplit=1)
         wav, rate = read_audio(spec, base_dir=model_dir)
-        plain, plain_rate = read_audio(f"trees/asr_lhotse/input/wav/{key}.wav", base_dir=model_dir)
-        assert rate == plain_rate
-        np.testing.assert_array_equal(wav, plain)
+        if (model_dir / "trees/asr_lhotse").is_dir():  # the same recordings, as files
+            plain, plain_rate = read_audio(f"trees/asr_lhotse/input/wav/{key}.wav", base_dir=model_dir)
+            assert rate == plain_rate
+            np.testing.assert_array_equal(wav, plain)
         # kaldiio itself gives the integers that ESPnet's reader hands on.
         np.testing.assert_array_equal(
             wav[0] * 32768, kaldiio.load_mat(str(model_dir / spec.split(":")[0]) + ":" + spec.split(":")[1])[1]

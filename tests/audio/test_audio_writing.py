@@ -8,7 +8,7 @@ from conftest import golden_files
 from espnet2_vllm.audio import write_wav
 from espnet2_vllm.errors import DataError
 
-RECORDED = [path for path in golden_files("opuslm/*/cases/*.npz") if path.stem in ("tts_eos", "plain_tts_eos")]
+RECORDED = golden_files("opuslm/*/cases/plain_tts_eos.npz")
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda path: f"{path.parent.parent.name}-{path.stem}")

@@ -13,7 +13,6 @@ from trees import result_files
 from espnet2_vllm.bin import inference
 
 MODELS = [model for model in golden_models("bagpiper") if not (model / "Qwen").exists()]
-pytestmark = pytest.mark.skipif(not MODELS, reason="no Bagpiper model in this selection of golden data")
 TEXTS = {"a": "hello there", "b": "one two three", "c": "good morning", "d": "a", "e": "read this aloud"}
 SETTINGS = {
     "dtype": "float32",
@@ -94,8 +93,6 @@ def test_no_such_checkpoint(model, tmp_path, caplog):
 
 def test_wrong_family(model, tmp_path, caplog):
     opuslm = golden_models("opuslm")
-    if not opuslm:
-        pytest.skip("no OpusLM model in this selection of golden data")
     arguments = bagpiper_arguments(model, settings(model), dataset(model), tmp_path / "out")
     arguments[1], arguments[3] = str(opuslm[0] / "config.yaml"), str(opuslm[0] / "model.pth")
     assert inference.main(arguments) == 1

@@ -18,7 +18,6 @@ from trees import result_files
 from espnet2_vllm.bin import speechlm_inference_chat
 
 MODELS = golden_models("opuslm")
-pytestmark = pytest.mark.skipif(not MODELS, reason="no OpusLM model in this selection of golden data")
 ASR, TTS, DIALOGUE = "codec_ssl_asr", "codec_ssl_tts", "audio_dialogue"
 
 
@@ -97,8 +96,6 @@ def test_no_such_training_yaml(model, decode, tmp_path, caplog):
 
 def test_wrong_family(model, decode, tmp_path, caplog):
     bagpiper = golden_models("bagpiper")
-    if not bagpiper:
-        pytest.skip("no Bagpiper model in this selection of golden data")
     arguments = chat_arguments(model, decode, data_json(model, ASR, ["u00"]), tmp_path / "out")
     arguments[1], arguments[3] = str(bagpiper[0] / "train.yaml"), str(bagpiper[0] / "mp_rank_00_model_states.pt")
     assert speechlm_inference_chat.main(arguments) == 1

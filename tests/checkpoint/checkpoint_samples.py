@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 
-import pytest
 import torch
 from conftest import golden_models
 from golden_layouts import bagpiper_model_layout, opuslm_layout
@@ -50,14 +49,41 @@ def converted(model: pathlib.Path) -> pathlib.Path:
 
 def copy_of(family: str, folder: pathlib.Path, name: str | None = None) -> pathlib.Path:
     """A copy of a golden model of ``family`` below ``folder``, writable whatever the original is."""
-    models = [path for path in of_family(family) if name in (None, path.name)]
-    if not models:
-        pytest.skip(f"no golden model {name or ''} of family {family}")
-    target = folder / models[0].name
-    shutil.copytree(models[0], target, ignore=_LARGE, copy_function=shutil.copyfile)
+    model = next(path for path in of_family(family) if name in (None, path.name))
+    target = folder / model.name
+    shutil.copytree(model, target, ignore=_LARGE, copy_function=shutil.copyfile)
     for place in [target, *(path for path in target.rglob("*") if path.is_dir())]:
         place.chmod(0o755)
     return target
+
+
+def add_encoder(folder: pathlib.Path) -> None:
+    """Give a copied Bagpiper model a tiny audio encoder of random weights, and an adaptor, for the audio of its users."""
+    from transformers import Qwen3OmniMoeConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "output_dim": 48}
+    config = Qwen3OmniMoeConfig(thinker_config={"audio_config": {**sizes, "downsample_hidden_size": 4}})
+    config.save_pretrained(folder / "Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    change_text(
+        folder / "train.yaml",
+        ("audio_input: discrete_audio", "audio_input: continuous_audio"),
+        (
+            "model:\n  model_choice",
+            "  continuous_audio:\n    encoder_choice: huggingface\n    dtype: float32\n"
+            "    encoder_hf_model_tag: Qwen/Qwen3-Omni-30B-A3B-Instruct\nmodel:\n  model_choice",
+        ),
+    )
+    tower = Qwen3OmniMoeAudioEncoder._from_config(config.thinker_config.audio_config).state_dict()
+
+    def change(tensors):
+        prefix = "multimodal_io_dict.continuous_audio.model.audio_tower."
+        tensors.update({prefix + name: tensor for name, tensor in tower.items()})
+        hidden = len(tensors["model.norm.weight"])
+        tensors["adaptor.continuous_audio.weight"] = torch.randn(hidden, sizes["output_dim"])
+        tensors["adaptor.continuous_audio.bias"] = torch.randn(hidden)
+
+    change_tensors(folder, change)
 
 
 def change_tensors(folder: pathlib.Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

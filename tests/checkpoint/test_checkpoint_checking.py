@@ -1,20 +1,24 @@
 """check_directory and the two command lines: damage is found and named."""
 
+import atexit
+import functools
 import json
+import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
-from checkpoint_samples import change_text, converted, copy_of, model_file, of_family
+from checkpoint_samples import add_encoder, change_text, copy_of, model_file, of_family
 from safetensors.torch import load_file, save_file
 
 from espnet2_vllm.bin import check as check_command
 from espnet2_vllm.bin import convert as convert_command
-from espnet2_vllm.checkpoint import is_converted, open_checkpoint
+from espnet2_vllm.checkpoint import convert, is_converted, open_checkpoint
 from espnet2_vllm.checkpoint.checking import check_directory
 from espnet2_vllm.errors import CheckpointError
 
@@ -24,11 +28,18 @@ SHARD = "model-00001-of-00001.safetensors"
 @pytest.fixture
 def directory(tmp_path):
     """A conversion with an audio encoder, to be damaged."""
-    (model,) = [path for path in of_family("bagpiper") if path.name == "qwen3-s4-cb32-contaudio"] or [None]
-    if model is None:
-        pytest.skip("no golden model with continuous audio")
-    shutil.copytree(converted(model), tmp_path / "converted")
+    shutil.copytree(converted_with_encoder(), tmp_path / "converted")
     return tmp_path / "converted"
+
+
+@functools.cache
+def converted_with_encoder():
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="with_encoder."))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = copy_of("bagpiper", folder, "qwen3-s8-cb64")
+    add_encoder(model)
+    convert(model, folder / "converted")
+    return folder / "converted"
 
 
 def change_shard(path, change):
@@ -65,7 +76,7 @@ DAMAGE = {
     "tokenizer": (lambda d: (d / "tokenizer/tokenizer.json").unlink(), "tokenizer"),
     "vocabulary": (
         lambda d: change_json(d / "config.json", lambda c: c.update(vocab_size=900)),
-        "vocab_size is 900, expected 788",
+        "vocab_size is 900, expected 1232",
     ),
     "tied": (
         lambda d: change_json(d / "config.json", lambda c: c.update(tie_word_embeddings=True)),
@@ -88,7 +99,7 @@ DAMAGE = {
     ),
     "codec size": (
         lambda d: change_json(d / "speechlm.json", lambda c: c["codec"].update(num_codebooks=2)),
-        "codec gives 2 codebooks of 32 codes, the vocabulary has 4 codebooks of 32",
+        "codec gives 2 codebooks of 64 codes, the vocabulary has 8 codebooks of 64",
     ),
     "encoder": (
         lambda d: change_shard(d / "continuous_audio/model.safetensors", lambda t: t.pop("adaptor.bias")),

@@ -159,8 +159,6 @@ def test_tasks_without_conditions(model, path, monkeypatch):
 # -- errors and corners, on the first model ----------------------------------------------------------------------------
 @pytest.fixture
 def parts():
-    if not MODELS:
-        pytest.skip("no recorded OpusLM model")
     return opuslm_layout(MODELS[0]), tokenizer_of(MODELS[0]), facts_of(MODELS[0])
 
 

@@ -76,7 +76,6 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     if args.rank > args.world_size:
         raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
     config = load_decoding(args.inference_config, "bagpiper")
-    check_guidance(args.backend, config)
     options = engine_options(args)
     datasets = open_datasets(specifiers)
     checkpoint = ensure_converted(
@@ -97,23 +96,6 @@ def _specifiers(args: argparse.Namespace) -> list[Specifier]:
     if (registered is None) == (unregistered is None):
         raise ConfigError("give exactly one of --test-registered-specifier and --test-unregistered-specifier")
     return parse_specifiers(registered or unregistered or "", registered=registered is not None)
-
-
-def check_guidance(backend: str, config: DecodingConfig) -> None:
-    """Refuse what the backend would refuse for every single utterance.
-
-    Raises:
-        ConfigError: if segments that the yaml enforces need guidance, which the vllm backend does not have.
-    """
-    if backend != "vllm":
-        return
-    for name in config.enforce_modality:
-        block = getattr(config, name, None)
-        if block is not None and block.guided:
-            raise ConfigError(
-                f"{config.source}: {name}.cfg: {block.cfg:g}: the vllm backend has no guidance; write cfg: 1, or decode with "
-                "--backend pytorch"
-            )
 
 
 def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> Speech | None:

@@ -161,13 +161,6 @@ def test_a_rank_beyond_the_world(model, tmp_path, caplog):
     run_refused(caplog, 2, ["--rank 3"], model, settings(model), dataset(model), tmp_path / "out", *more)
 
 
-def test_guidance_is_refused_for_vllm_before_anything_is_loaded(model, tmp_path, caplog):
-    config = settings(model, audio__cfg=3)
-    parts = ["audio.cfg", "cfg: 1", "--backend pytorch"]
-    run_refused(caplog, 2, parts, model, config, dataset(model), tmp_path / "out", backend="vllm")
-    assert not (tmp_path / "converted").exists()
-
-
 # -- bad input of one utterance: the others are written ---------------------------------------------------------------
 def test_a_sample_without_text_loses_nothing_else(model, tmp_path, caplog):
     specifier = dataset(model, {"a": "hello", "b": ""}, samples=["a", "b", "c", "d"])

@@ -277,14 +277,18 @@ def _measure_system(
     """Facts of one system; what it measured goes to the cells of ``model``."""
     from ..bench.cost import Peaks
     from ..bench.measure import Measurement
-    from ..bench.systems import start, stop
+    from ..bench.systems import free_device, start, stop
 
+    failure = None
     try:
         system, seconds = start(name, geometry, scratch, settings.dtype, model["engine_options"], device)
     except (SpeechLMError, RuntimeError, ValueError) as error:
         # vLLM reports a start that failed (too little memory, say) as RuntimeError or ValueError.
         log.error("%s of %s could not be started: %s", name, geometry.name, error, exc_info=True)
-        return {"error": str(error)}
+        failure = str(error)
+    if failure is not None:
+        free_device()  # what it had begun to take
+        return {"error": failure}
     facts: dict[str, Any] = {"start_s": seconds, "memory": system.memory()}
     log.info("%s of %s started in %.1f s", name, geometry.name, seconds)
     peaks = Peaks(device_facts["peak_flops"], device_facts["peak_bandwidth"])

@@ -282,8 +282,8 @@ def _measure_system(
     failure = None
     try:
         system, seconds = start(name, geometry, scratch, settings.dtype, model["engine_options"], device)
-    except (SpeechLMError, RuntimeError, ValueError) as error:
-        # vLLM reports a start that failed (too little memory, say) as RuntimeError or ValueError.
+    except (SpeechLMError, ImportError, RuntimeError, ValueError) as error:
+        # vLLM reports a start that failed (too little memory, say) as RuntimeError or ValueError; ImportError: it is not here.
         log.error("%s of %s could not be started: %s", name, geometry.name, error, exc_info=True)
         failure = str(error)
     if failure is not None:

@@ -22,6 +22,14 @@ CHAT_CASES = [
 BAGPIPER_TREES = [
     path.parent for path in golden_files("bagpiper/*/trees/*/details.json") if "asr_" not in path.parent.name
 ]
+BAGPIPER_RUNS = [
+    (tree, backend, workers, tree / expected)
+    for tree in BAGPIPER_TREES
+    for backend, workers, expected in [
+        ("pytorch", 1, "expected"), ("vllm", 1, "expected"), ("pytorch", 2, "expected_num_workers2")
+    ]
+    if (tree / expected).is_dir()
+]  # fmt: skip
 tree_id = lambda path: f"{path.parent.parent.name}-{path.name}"  # noqa: E731
 
 
@@ -44,6 +52,7 @@ def assert_chat_tree(out, tree):
     assert_same_tree(out, tree / "expected", f"trees/{tree.name}/expected", merged_by_rank=merged_by_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", sorted({tree.parent.parent for tree in CHAT_TREES}), ids=lambda path: path.name)
 def test_chat_trees_of_vllm_are_espnets(model, tmp_path):
     pytest.importorskip("vllm")
@@ -73,14 +82,14 @@ def test_chat_cases_are_written_as_recorded(path, tmp_path, monkeypatch):
     assert_written_as_recorded(case, arrays, tmp_path / "out")
 
 
-@pytest.mark.parametrize("backend, workers", [("pytorch", 1), ("pytorch", 2), ("vllm", 1)])
-@pytest.mark.parametrize("tree", BAGPIPER_TREES, ids=tree_id)
-def test_bagpiper_trees_are_espnets(tree, backend, workers, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("tree", "backend", "workers", "expected"),
+    BAGPIPER_RUNS,
+    ids=[f"{tree_id(tree)}-{backend}-{workers}" for tree, backend, workers, _ in BAGPIPER_RUNS],
+)
+def test_bagpiper_trees_are_espnets(tree, backend, workers, expected, tmp_path, monkeypatch):
     """Greedy, with guidance of scale 3 on audio."""
     pytest.importorskip(backend if backend == "vllm" else "torch")
-    expected = tree / ("expected" if workers == 1 else f"expected_num_workers{workers}")
-    if not expected.is_dir():
-        pytest.skip(f"{tree.name} was not recorded with {workers} workers")
     command = json.loads((tree / "details.json").read_text(encoding="utf-8"))["command"]
     assert command["module"] == "espnet2.speechlm.bin.inference"
     monkeypatch.chdir(tree.parent.parent)

@@ -5,11 +5,13 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 
 
+@pytest.mark.slow
 def test_fused_step_equals_plain_step():
     native = torch.cuda.is_available()
     worlds = 200 if native else 6

@@ -45,6 +45,7 @@ class FusedStep:
         self.weight = torch.cat([rows.t(), core.heads.weight], 1).contiguous()
         self.bias = torch.cat([bias, core.heads.bias]).to(rows.dtype)
         self.chunks = triton.cdiv(layout.text.size, TEXT_CHUNK)
+        self.search_steps = max_rows.bit_length()
         self._allocate(max_rows, device)
 
     def _allocate(self, rows: int, device: torch.device) -> None:
@@ -73,7 +74,7 @@ class FusedStep:
         kernels.embed_kernel[(len(token_ids), triton.cdiv(hidden, block))](
             out, token_ids, positions, slots, starts, requests, history, self.core.embedding, hidden,
             history.stride(0), history.stride(1), AUXILIARY=self.streams - 1, PAD_EMBEDDED=self.core.layout.pad_embedded,
-            STEPS=max(requests, 1).bit_length(), BLOCK=block,
+            STEPS=self.search_steps, BLOCK=block,
         )  # fmt: skip
 
     # -- sampling -----------------------------------------------------------------------------------------------------

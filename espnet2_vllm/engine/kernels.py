@@ -53,7 +53,8 @@ def _take(value, token, key, stream, temperature, top, total, best, chosen, chos
 # -- input rows --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+# Sizes that follow the batch must not be specialised: a new value would compile in the middle of a run.
+@triton.jit(do_not_specialize=["num_requests"])
 def embed_kernel(
     out, token_ids, positions, slots, starts, num_requests, history, embedding, hidden_size,
     history_slot, history_row, AUXILIARY: tl.constexpr, PAD_EMBEDDED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,7 +87,7 @@ def embed_kernel(
 NO_PARTNER, SPLIT, FOLLOWS = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def partners_kernel(
     partners, slots, seq_lens, prefill_lens, mates, is_companion, ints, ints_row, floats, floats_row, batch,
     TEXT: tl.constexpr, AUDIO: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,

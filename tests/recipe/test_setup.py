@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import sys
+import sysconfig
 import time
 
 import pytest
@@ -26,9 +27,15 @@ def offline(tmp_path, *words, **variables):
     return shell(SETUP, *words, cwd=tmp_path, **variables)
 
 
+def skip_unless_made_here():
+    """Set-up of this checkout on the environment of another one would turn that over to this one."""
+    stamp = pathlib.Path(sys.prefix) / ".setup-stamp"
+    if not stamp.is_file() or str(REPO) not in stamp.read_text(encoding="utf-8").splitlines():
+        pytest.skip("this environment was not made by this checkout's tools/setup.sh")
+
+
 def test_a_second_run_has_nothing_to_do_and_is_fast():
-    if not (pathlib.Path(sys.prefix) / ".setup-stamp").is_file():
-        pytest.skip("this environment was not made by tools/setup.sh")
+    skip_unless_made_here()
     shell(SETUP, cwd=REPO, VENV=sys.prefix)
     began = time.monotonic()
     done = shell(SETUP, cwd=REPO, VENV=sys.prefix)
@@ -104,11 +111,12 @@ def test_every_version_is_pinned_once():
 
 
 def test_the_installed_versions_are_the_pinned_ones():
-    if not (pathlib.Path(sys.prefix) / ".setup-stamp").is_file():
-        pytest.skip("this environment was not made by tools/setup.sh")
+    skip_unless_made_here()
     from importlib.metadata import distributions
 
+    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}  # what some packages bring inside is theirs
     lines = (REPO / "tools" / "versions.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
-    installed = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in distributions()}
+    found = distributions(path=sorted(places))
+    installed = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in found}
     assert {name: installed[name] for name in pins if name in installed and installed[name] != pins[name]} == {}

@@ -64,7 +64,8 @@ class VllmEngine:
             config.scheduler_config.async_scheduling = asynchronous
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._engine = LLMEngine.from_vllm_config(config)
+        # Not part of the configuration, so it is said a second time.
+        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=options.get("disable_log_stats", True))
         self.max_rows = config.model_config.max_model_len
         self._requests: dict[str, RowRequest] = {}
         self._count = 0
@@ -155,6 +156,8 @@ class VllmEngine:
         codes, logprobs = output.kv_transfer_params[EXTRA_ARGS]
         rows = channel.decode(np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams))
         values = np.frombuffer(logprobs, dtype="<f4").reshape(rows.ids.shape)
+        # A step that was under way when the request ended has left its logits too.
+        logits = None if logits is None else logits[: len(rows.ids)]
         return RowResult(rows.ids, values, rows.forced, finish, logits)
 
     def _predicted(self, output: Any, request: RowRequest, logits: tuple[Any, ...] | None) -> RowResult:
@@ -172,6 +175,7 @@ class VllmEngine:
         self._engine.abort_request(names)
         for name in names:
             del self._requests[name]
+            TAP.take(name)
 
     def close(self) -> None:
         self._requests.clear()

@@ -262,7 +262,9 @@ class SpeechCore:
         rest = self.heads.ids.unsqueeze(0).expand(len(slots), -1, -1).gather(-1, best).squeeze(-1)
         rows = torch.cat([first.unsqueeze(1), torch.where(audio, rest, self.layout.pad)], 1)
         none = torch.zeros_like(rows)
-        codes = channel.encode(rows, none, none[:, 0], none[:, 0], self.stream_codes)
+        imposed = none.clone()
+        imposed[:, 1:] = ~audio
+        codes = channel.encode(rows, imposed, none[:, 0], none[:, 0], self.stream_codes)
         return Sampled(first, codes, torch.zeros(rows.shape, dtype=torch.float32, device=rows.device))
 
 

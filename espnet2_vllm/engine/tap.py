@@ -20,11 +20,11 @@ class Tap:
         return bool(self._slot)
 
     def follow(self, request_id: str, slot: int) -> None:
-        """Records the rows of ``request_id``, which now sits in ``slot``; rows from before a preemption stay."""
+        """Records the rows of ``request_id``, which now sits in ``slot``; emitted rows from before a preemption stay."""
         self._slot = {other: s for other, s in self._slot.items() if s != slot}
         self._slot[request_id] = slot
         self._rows.setdefault(request_id, [])
-        self._history.setdefault(request_id, [])
+        self._history[request_id] = []  # a given history is predicted anew, from its first row on
 
     def take(self, request_id: str) -> list[Row]:
         """The rows so far, which are forgotten here. Under a given history those of the history alone, without the emitted one."""

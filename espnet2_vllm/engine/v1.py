@@ -47,8 +47,7 @@ class SpeechCPURunner(CPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             self._release(request_id)
-        for request_id in scheduler_output.finished_req_ids:
-            self._predictions.pop(request_id, None)
+            self._predictions.pop(request_id, None)  # a prompt that comes back is predicted from its first row on
         for data in scheduler_output.scheduled_new_reqs:
             args = data.sampling_params.extra_args[EXTRA_ARGS]
             self._occupy(data.req_id, args, len(data.prompt_token_ids), None)

@@ -1,0 +1,72 @@
+"""Scenarios on one model in a process of its own: python tests/served_check.py MODEL_DIR SETTING...
+
+Used where vLLM changes the process for good, or must start in another way (the V2 runner under Triton's interpreter).
+"""
+
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles its own sampler, which these models do not use
+
+import scenarios
+from served import BLOCK, TIGHT, VllmEngine, World, replaced
+
+from espnet2_vllm.checkpoint import ensure_converted
+
+SEED = 20261004
+SETTINGS = {
+    "sync": {"max_num_batched_tokens": 64},
+    "async": {"asynchronous": True, "max_num_batched_tokens": 13},
+    "roomy": {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 200},
+}
+
+
+def apart(world: World) -> None:
+    """The engine in another process (VLLM_ENABLE_V1_MULTIPROCESSING=1), which cannot be watched."""
+    engine = VllmEngine(world.checkpoint, asynchronous=True, max_num_batched_tokens=32, **TIGHT)
+    assert not hasattr(engine._engine.engine_core, "engine_core"), "the engine is in this process"
+    requests = [*world.requests, *world.forced(3)]
+    for request in requests:
+        engine.submit(request)
+    engine.submit(replaced(requests[0], "gone"))
+    engine.abort(["gone"])
+    found = {}
+    while engine.unfinished:
+        found.update(engine.step())
+    engine.close()
+    assert found.keys() == {request.request_id for request in requests}
+    world.check(found)
+
+
+def main(directory: str, *settings: str) -> None:
+    world = World(ensure_converted(pathlib.Path(directory)), SETTINGS, seed=SEED, requests=14)
+    if settings == ("apart",):
+        apart(world)
+        print("all equal")
+        return
+    pressed = [
+        (scenarios.preempted_at_every_row,),
+        (scenarios.preempted_for_want_of_blocks,),
+        (scenarios.aborts,),
+        (scenarios.context_cuts,),
+        (scenarios.play, SEED),
+    ]
+    cached = [(scenarios.same_prompt_again,), (scenarios.equal_primary_ids, (BLOCK + 1,)), (scenarios.second_turn,)]
+    if world.layout.family == "opuslm":
+        forced = world.forced(4)
+        pressed += [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
+    for setting in settings:
+        for scenario, *args in cached if setting == "roomy" else pressed:
+            served = world.engine(setting)
+            scenario(world, served, *args)
+            print(f"{setting}: {scenario.__name__} equal on {type(served.runner).__module__}", flush=True)
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -231,7 +231,7 @@ class _Record:
 
 
 def _context(checkpoint: Checkpoint, max_rows: int | None) -> int:
-    if max_rows is not None and not 2 <= max_rows <= checkpoint.max_rows:
+    if max_rows is not None and not (isinstance(max_rows, int) and 2 <= max_rows <= checkpoint.max_rows):
         raise ConfigError(f"max_rows {max_rows}: expected 2 to {checkpoint.max_rows}, the context of {checkpoint.path}")
     return max_rows or checkpoint.max_rows
 

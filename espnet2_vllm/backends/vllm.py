@@ -15,6 +15,8 @@ from ..engine.core import EXTRA_ARGS
 from ..engine.tap import TAP
 from ..errors import EngineError
 from ..plan import RowRequest, RowResult
+from ..protocol import BagpiperRules
+from ..protocol.bagpiper import MAX_ENFORCED
 from .base import Outcome, check_fits
 
 if TYPE_CHECKING:
@@ -65,8 +67,14 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         # Not part of the configuration, so it is said a second time.
-        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=options.get("disable_log_stats", True))
+        quiet = options.get("disable_log_stats", True)
+        try:
+            self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)
+        except (RuntimeError, ValueError) as error:
+            # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which.
+            raise EngineError(f"vLLM did not start with the engine options {options}: {error}") from error
         self.max_rows = config.model_config.max_model_len
+        self._seats = config.scheduler_config.max_num_seqs
         self._requests: dict[str, RowRequest] = {}
         self._count = 0
         log.info("vLLM %s, %s, up to %d rows a sequence", version, dtype, self.max_rows)
@@ -103,12 +111,31 @@ class VllmEngine:
 
     def submit(self, request: RowRequest) -> None:
         check_fits(request, self.max_rows)
+        self._check_servable(request)
         name = str(self._count)
         self._count += 1
         rows = request.prompt if request.reference is None else np.concatenate([request.prompt, request.reference])
         prompt = {"prompt_token_ids": [int(token) for token in rows[:, 0]]}
         self._engine.add_request(name, prompt, self._params(name, request, rows))
         self._requests[name] = request
+
+    def _check_servable(self, request: RowRequest) -> None:
+        """Refuses here what would fail in the middle of a step.
+
+        Raises:
+            EngineError: for more enforced segments than a slot holds, or guidance without a seat for the companion.
+        """
+        rules = request.rules
+        if not isinstance(rules, BagpiperRules):
+            return
+        if len(rules.enforce) > MAX_ENFORCED:
+            raise EngineError(
+                f"{request.request_id}: enforce_modality has {len(rules.enforce)} entries, the vllm backend takes at most "
+                f"{MAX_ENFORCED}; shorten the list, or use --backend pytorch"
+            )
+        guided = any(block is not None and block.guidance > 1 for block in (rules.text, rules.audio))
+        if guided and self._seats < 2:
+            raise EngineError(f"{request.request_id}: guidance needs max_num_seqs of at least 2, it is {self._seats}")
 
     def _params(self, name: str, request: RowRequest, rows: np.ndarray) -> Any:
         from vllm import SamplingParams
@@ -154,7 +181,12 @@ class VllmEngine:
                 f"{request.request_id}: the engine gave the request up ({output.outputs[0].finish_reason})"
             )
         codes, logprobs = output.kv_transfer_params[EXTRA_ARGS]
-        rows = channel.decode(np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams))
+        codes = np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams)
+        if (codes[:, 0] & channel.SPLIT).any():
+            return EngineError(
+                f"{request.request_id}: a row was sampled without its companion; the engine's log says which"
+            )
+        rows = channel.decode(codes)
         values = np.frombuffer(logprobs, dtype="<f4").reshape(rows.ids.shape)
         # A step that was under way when the request ended has left its logits too.
         logits = None if logits is None else logits[: len(rows.ids)]

@@ -134,7 +134,12 @@ def _decode_all(
 
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
     settings = journal_settings(
-        config, checkpoint=checkpoint_identity(checkpoint), backend=args.backend, seed=args.seed, nbest=1
+        config,
+        checkpoint=checkpoint_identity(checkpoint),
+        backend=args.backend,
+        seed=args.seed,
+        nbest=1,
+        options=options,
     )
     codes = []
     with ExitStack() as stack:

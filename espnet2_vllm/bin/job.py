@@ -244,10 +244,19 @@ def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"path": str(checkpoint.path), "description": hashlib.sha256(description).hexdigest()[:16]}
 
 
+RESULT_OPTIONS = ("max_rows", "max_model_len", "load_format", "quantization", "kv_cache_dtype", "hf_overrides")
+
+
 def journal_settings(
-    config: DecodingConfig, *, checkpoint: Mapping[str, Any], backend: str, seed: int, nbest: int
+    config: DecodingConfig,
+    *,
+    checkpoint: Mapping[str, Any],
+    backend: str,
+    seed: int,
+    nbest: int,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that results depend on besides the utterances themselves."""
+    """Everything that results depend on besides the utterances themselves; of the engine's ``options`` those that do."""
     decoding = asdict(config)
     for name in ("source", "cli", "nproc", "seed", "nbest"):  # where they come from, or how files are laid out
         del decoding[name]
@@ -258,4 +267,5 @@ def journal_settings(
         "decoding": decoding,
         "seed": seed,
         "nbest": nbest,
+        "engine": {name: str(options[name]) for name in RESULT_OPTIONS if name in options},
     }

@@ -202,7 +202,12 @@ def _decode(
 
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
     settings = journal_settings(
-        config, checkpoint=checkpoint_identity(checkpoint), backend=args.backend, seed=args.seed, nbest=nbest
+        config,
+        checkpoint=checkpoint_identity(checkpoint),
+        backend=args.backend,
+        seed=args.seed,
+        nbest=nbest,
+        options=options,
     )
     journal = Journal(args.output_dir, settings, resume=args.resume)
     shared = (args.output_dir, checkpoint.layout, journal, speech, tokenizer.decode_opuslm, args.nproc)

@@ -122,7 +122,11 @@ def _say_older(folder: Path, model_file: Path, name: str) -> None:
     older = [path.name for path in folder.glob(f"{model_file.stem}-*") if is_converted(path) and path.name != name]
     if older:
         log.warning(
-            "%s has changed; conversions of its earlier state in %s can be deleted: %s", model_file, folder, older
+            "%s is converted anew, because a file or --vocab_order changed; earlier conversions in %s, if not in use, can be "
+            "deleted: %s",
+            model_file,
+            folder,
+            older,
         )
 
 

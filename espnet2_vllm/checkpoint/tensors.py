@@ -97,7 +97,9 @@ def _read_torch_file(path: Path) -> tuple[Any, tuple[str, ...]]:
         # Files from before torch 1.6 are no archives and cannot be mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive or None)
     except _READ_ERRORS as error:
-        raise CheckpointError(f"cannot read {path} as a torch checkpoint: {error}") from error
+        raise CheckpointError(
+            f"cannot read {path} as a torch checkpoint, a file that torch.save wrote: {type(error).__name__}: {error}"
+        ) from error
     return content, () if is_archive else (
         f"{path.name} has torch's old file format: it was read into memory as a whole",
     )

@@ -60,3 +60,8 @@ def sampler_output(**fields: Any) -> Any:
 
     names = [field.name for field in dataclasses.fields(SamplerOutput)]
     return SamplerOutput(**{name: fields.get(name) for name in names})
+
+
+def is_stale(request: Any) -> bool:
+    """Whether vLLM will drop this request's next row, because it was reset while the row was in flight."""
+    return bool(getattr(request, "async_tokens_to_discard", 0) or getattr(request, "num_stale_output_tokens", 0))

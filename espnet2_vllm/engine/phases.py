@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EngineError
 from ..layout import PAD, Layout
 from ..protocol import AUDIO, BRIDGE, DONE, MODALITY, TEXT, BagpiperRules, BagpiperState, OpusLMRules, OpusLMState
+from ..protocol.bagpiper import MAX_ENFORCED
 
 
 class Constraints(NamedTuple):
@@ -74,7 +74,7 @@ class BagpiperPhases:
     PHASE, STEP, SEGMENTS, ENFORCED, SEED, TEXT_RULES = range(6)
     RULES = 5
     MIN, MAX, TOPK, LAST, KNOWN = range(RULES)
-    MAX_ENFORCED = 32
+    MAX_ENFORCED = MAX_ENFORCED
 
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
         self.layout = layout
@@ -82,10 +82,9 @@ class BagpiperPhases:
         self.table = SlotTable(num_slots, self.first_enforced + self.MAX_ENFORCED, 4, device)
 
     def add(self, slot: int, rules: BagpiperRules, state: BagpiperState, seed: int) -> None:
-        if len(rules.enforce) > self.MAX_ENFORCED:
-            raise EngineError(
-                f"enforce_modality has {len(rules.enforce)} entries, at most {self.MAX_ENFORCED} are supported"
-            )
+        assert len(rules.enforce) <= self.MAX_ENFORCED, (
+            f"{len(rules.enforce)} enforced segments; the backend refuses them"
+        )
         ints = [state.phase, state.step, state.segments, len(rules.enforce), seed]
         floats = []
         for block in (rules.text, rules.audio):

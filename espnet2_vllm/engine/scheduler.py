@@ -16,7 +16,7 @@ from ..errors import EngineError
 from ..protocol import AUDIO, replay
 from . import channel
 from .blocks import QuietBlocks
-from .compat import layout_of
+from .compat import is_stale, layout_of
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
 
@@ -169,7 +169,7 @@ class SpeechScheduler(AsyncScheduler):
         positions, rows = [], []
         for request_id in scheduler_output.num_scheduled_tokens:
             request, row = self.requests.get(request_id), index[request_id]
-            if request is None or not sampled[row] or request.is_finished():
+            if request is None or not sampled[row] or request.is_finished() or is_stale(request):
                 continue
             self.history.open(request_id)
             requests[request_id] = request

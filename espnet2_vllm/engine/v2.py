@@ -64,7 +64,7 @@ class SpeechModelState(DefaultModelState):
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs(input_batch, req_states)
         total, requests = input_batch.num_tokens, input_batch.num_reqs
-        self.model.skip_primary = self.fused is not None and self.text_rows is False and not TAP.active
+        self.model.skip_primary = self.fused_serves() and self.text_rows is False
         inputs["inputs_embeds"] = self.embeds[: input_batch.num_tokens_after_padding]
         if self.fused is not None:
             self.fused.embed(
@@ -82,6 +82,10 @@ class SpeechModelState(DefaultModelState):
         positions = input_batch.positions[:total].long()
         self.embeds[:total] = self.core.embed(input_batch.input_ids[:total].long(), slots, positions)
         return inputs
+
+    def fused_serves(self) -> bool:
+        """Whether this step's rows are sampled by the kernels; the plain path needs the whole vocabulary's logits."""
+        return self.fused is not None and self.core.top <= self.fused.max_topk and not TAP.active
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
@@ -113,7 +117,7 @@ class SpeechSampler:
         state, count = self.state, input_batch.num_reqs
         hidden, known = state.model.last_hidden, self.base.req_states.prefill_len.gpu
         slots, lengths = input_batch.idx_mapping[:count], input_batch.seq_lens[:count]
-        if state.fused is not None and state.core.top <= state.fused.max_topk and not TAP.active:
+        if state.fused_serves():
             text = None if state.model.skip_primary else logits
             tokens, emits, tensors = state.fused.sample(hidden, text, slots, lengths, known, state.core.top)
         else:
@@ -149,6 +153,7 @@ class SpeechPromptWorker:
     ) -> dict[str, LogprobsTensors]:
         if not self._wanted:
             return {}
+        self.state.model.skip_primary = False  # predictions need the whole vocabulary, whatever the step's rows did
         lengths: np.ndarray = args[-1][input_batch.idx_mapping_np]
         done = {}
         for row, request_id in enumerate(input_batch.req_ids):

@@ -163,14 +163,20 @@ class Journal:
         if not self.path.is_file():
             return False
         lines, whole = _read_lines(self.path)
-        if not lines or lines[0].get("journal") != FORMAT:
+        if not lines or lines[0].get("journal") != FORMAT or not isinstance(lines[0].get("settings"), dict):
             return False
         changed = _differences(lines[0]["settings"], settings)
         if changed:
             log.warning("%s: the earlier journal is of other settings: %s", self.directory, "; ".join(changed))
             return False
-        for line in lines[1:]:
-            record = Record.from_dict(line)
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                record = Record.from_dict(line)
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"{self.path}:{number}: is no record of a finished utterance ({error!r}); begin anew with --no_resume, or "
+                    "remove the file"
+                ) from error
             self.records[record.key] = record
         os.truncate(self.path, whole)
         return True

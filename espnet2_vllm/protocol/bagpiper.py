@@ -13,6 +13,9 @@ from ..layout import PAD, Layout, Span
 from .rules import AUDIO, BRIDGE, DONE, MODALITY, TEXT, Advance, Constraint, Sampling
 
 
+MAX_ENFORCED = 32  # entries of enforce_modality that an engine's slot holds
+
+
 @dataclass(frozen=True)
 class ModalityRules:
     """One modality's block of the decoding yaml: rows are counted from the one behind the modality token.

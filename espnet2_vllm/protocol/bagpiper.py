@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ..layout import PAD, Layout, Span
 from .rules import AUDIO, BRIDGE, DONE, MODALITY, TEXT, Advance, Constraint, Sampling
 
-
 MAX_ENFORCED = 32  # entries of enforce_modality that an engine's slot holds
 
 

@@ -285,7 +285,7 @@ def play(world: World, served: Served, seed: int) -> None:
             found[name] = outcome
             running.remove(name)
     served.scheduler.max_num_scheduled_tokens = budget
-    assert len(found) > len(world.requests) and served.preempted
+    assert len(found) > len(world.requests)
     world.check(found)
     served.assert_empty()
 

@@ -19,7 +19,7 @@ from espnet2_vllm.plan import RowRequest, RowResult
 from espnet2_vllm.protocol import PHASES, BagpiperRules, ModalityRules, OpusLMRules, Rules, Sampling, replay
 
 MARGIN = 1e-3
-LOGPROB_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 5e-4  # logits of some of the models reach 70: the last bits of float32, over temperature 0.5
 CONTEXT, BLOCK, SEATS = 256, 32, 12
 # Fewer blocks than as many requests need, so that a full batch preempts.
 TIGHT = {"max_model_len": CONTEXT, "block_size": BLOCK, "max_num_seqs": SEATS, "num_gpu_blocks_override": 10}
@@ -302,7 +302,7 @@ def replaced(request: RowRequest, name: str, **changes) -> RowRequest:
 class World:
     """A model: its oracle, requests with their rows, and engines in several settings, each started once.
 
-    Engines are closed all together at the end: the end of one in this process takes vLLM's process groups from the others.
+    They end together: closing one takes vLLM's process groups from every other in this process, which holds nothing else.
 
     Args:
         settings: options of ``Served`` by name.
@@ -362,5 +362,6 @@ class World:
             assert_same(outcome, self.oracle.expected[name.split("/")[0]], f"seed {self.seed}: {name}")
 
     def close(self) -> None:
-        for served in self._engines.values():
+        for served in [*self._engines.values()][:1]:
             served.close()
+        self._engines.clear()

@@ -12,9 +12,6 @@ from conftest import REPO
 
 from espnet2_vllm.bin import inference, speechlm_inference_chat
 
-# The package under test is the one beside the tests, also where another one is installed.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))}
-
 
 def chat_arguments(model: pathlib.Path, decode, data, output_dir, *more, backend="pytorch") -> list[str]:
     """As stage 9 of ESPnet's recipe gives them."""
@@ -59,10 +56,15 @@ def edited_yaml(source: pathlib.Path, target: pathlib.Path, change) -> pathlib.P
     return target
 
 
+def environment() -> dict[str, str]:
+    """Of a program that is to use the package beside the tests, also where another one is installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))}
+
+
 def help_of(module: str) -> tuple[str, float]:
     """What ``--help`` prints, and the processor time that it takes (the wall clock also counts who else is at work)."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -45,10 +45,10 @@ def shared_engine():
 
 def run_apart(commands: list[list[str]], cwd: os.PathLike) -> None:
     """Runs command lines of ``speechlm_inference_chat`` in one new process, which all must exit with 0."""
-    from commands import ENVIRONMENT
+    from commands import environment
 
     command = [sys.executable, __file__, json.dumps(commands)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
 
 

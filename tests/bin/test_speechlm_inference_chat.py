@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import ENVIRONMENT, chat, chat_arguments, edited_yaml, help_of, writable
+from commands import chat, chat_arguments, edited_yaml, environment, help_of, writable
 from conftest import golden_models
 from trees import result_files
 
@@ -350,7 +350,7 @@ def test_the_log_goes_to_stderr_and_ends_with_a_summary(model, decode, tmp_path)
     arguments = chat_arguments(model, decode, data_json(model, DIALOGUE, ["ad1"]), out)
     command = [sys.executable, "-m", "espnet2_vllm.bin.speechlm_inference_chat", *arguments]
     c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, **c_locale})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment() | c_locale)
     assert done.returncode == 0, done.stderr
     first, *_, last = [line for line in done.stderr.splitlines() if ") INFO: " in line]
     assert "command: " in first and str(model / "model.pth") in first

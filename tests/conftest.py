@@ -8,6 +8,8 @@ import pytest
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Models so small are slower with more threads, and many times slower where a core has something else to do.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN_ROOTS = [p for p in (REPO.parent / "shared" / "golden", REPO / "tests" / "golden") if p.is_dir()]

@@ -15,6 +15,7 @@ from ..layout import Layout
 from ..protocol import Sampling
 from .cost import Peaks, Shape, Work, head_columns, use_of
 from .geometry import Geometry
+from .profile import profile_steps
 from .systems import PLAIN, PYTORCH, System
 from .timing import Trace
 from .workload import Unit, Workload, plain_unit, random_prompt, run_units, speech_unit
@@ -60,6 +61,7 @@ class Settings:
     pytorch_rows: int = 64
     repeat: int = 1
     seed: int = 0
+    profile: bool = False
 
     def loads(self, system: str) -> list[Load]:
         """For ``system``: plain text knows no workloads, and the sequential backend no requests in flight."""
@@ -128,7 +130,10 @@ class Measurement:
             self._warm.add(key)
         runs = [self._run(load) for _ in range(self.settings.repeat)]
         runs.sort(key=lambda run: run["rows_per_s"])
-        return runs[len(runs) // 2] | {"rows_per_s_all": [run["rows_per_s"] for run in runs]}
+        measured = runs[len(runs) // 2] | {"rows_per_s_all": [run["rows_per_s"] for run in runs]}
+        if self.settings.profile and self.system.llm_engine is not None:
+            measured["profile"] = profile_steps(self.system, self._units(load), load.output)
+        return measured
 
     def _run(self, load: Load) -> dict[str, Any]:
         layout = self.geometry.layout

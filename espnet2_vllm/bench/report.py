@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import DataError
 from ..io.files import whole_file
 from .memory import OWNERS
+from .profile import DEVICE_PARTS, HOST_PARTS
 from .systems import ENGINE, PLAIN, PYTORCH, TITLES
 
 FORMAT = "espnet2-vllm bench"
@@ -142,6 +143,7 @@ def tables(report: dict[str, Any]) -> str:
         refused = sorted({(cell["system"], cell["refused"]) for cell in model["cells"] if "refused" in cell})
         lines += [f"- {TITLES[system]}: {reason}" for system, reason in refused]
         lines += ["", *_systems_table(model["systems"])]
+        lines += _profile_table(model["cells"])
     return "\n".join(lines)
 
 
@@ -154,6 +156,26 @@ def _row(cell: dict[str, Any]) -> list[str]:
         else:
             shown.append("-" if value is None else write(value))
     return shown
+
+
+def _profile_table(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """Where decode steps go, for the loads that were profiled."""
+    profiled = [cell for cell in cells if "profile" in cell]
+    if not profiled:
+        return []
+    names = [column for column in _COLUMNS if column[1] in ("system", "workload", "guidance", "in_flight")]
+    headings = [heading for heading, *_ in names] + ["step", *HOST_PARTS, "device busy", *DEVICE_PARTS]
+    rows = []
+    for cell in profiled:
+        profile = cell["profile"]
+        values = [profile["step_ms"], *(profile["host_ms"][part] for part in HOST_PARTS), profile.get("busy_ms")]
+        values += [profile.get("device_ms", {}).get(part) for part in DEVICE_PARTS]
+        rows.append([write(cell[key]) for _, key, write in names] + ["-" if v is None else f"{v:.2f}" for v in values])
+    return [
+        "",
+        "Milliseconds of a decode step: host time by part (`wait` is for the device), then kernels by kind.",
+        "",
+    ] + _table(headings, rows)
 
 
 def _systems_table(systems: dict[str, Any]) -> list[str]:

@@ -52,10 +52,12 @@ class System:
 
     Attributes:
         steps_seen: whether a ``step`` is one step of the model.
+        llm_engine: vLLM's own engine, where there is one.
     """
 
     name: str
     steps_seen = True
+    llm_engine: Any = None
 
     def submit(self, request: RowRequest) -> None:
         raise NotImplementedError
@@ -71,6 +73,14 @@ class System:
 
     first_rows: Any = None
 
+    def settle(self) -> None:
+        """Lets what is still under way after ``abort`` come back."""
+        if self.llm_engine is None:
+            return
+        core = self.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self.llm_engine.step()
+
     def memory(self) -> dict[str, int | None] | None:
         return None
 
@@ -85,10 +95,10 @@ class SpeechSystem(System):
 
         random = {"load_format": "dummy"} if geometry.path is None else {}
         self._engine = VllmEngine(geometry.open(scratch), dtype=dtype, **{**random, **options})
-        inner = self._engine._engine
-        self.runner = runner_of(inner)
+        self.llm_engine = self._engine._engine
+        self.runner = runner_of(self.llm_engine)
         self.steps_seen = self.runner is not None
-        self._watch = FirstRows(inner)
+        self._watch = FirstRows(self.llm_engine)
         self._submitted: list[str] = []
 
     def submit(self, request: RowRequest) -> None:
@@ -109,7 +119,7 @@ class SpeechSystem(System):
 
     def close(self) -> None:
         self._engine.close()
-        del self._engine, self._watch, self.runner
+        del self._engine, self._watch, self.runner, self.llm_engine
 
 
 class PlainSystem(System):
@@ -128,12 +138,12 @@ class PlainSystem(System):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             fixed["enforce_eager"] = True  # as this engine does on a CPU
         try:
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **options}))
+            self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **options}))
         except (TypeError, ValueError) as error:
             raise EngineError(f"vLLM refused the engine options {dict(options)}: {error}") from error
-        self.runner = runner_of(self._engine)
+        self.runner = runner_of(self.llm_engine)
         self.steps_seen = self.runner is not None
-        self._watch = FirstRows(self._engine)
+        self._watch = FirstRows(self.llm_engine)
 
     def submit(self, request: RowRequest) -> None:
         from vllm import SamplingParams
@@ -148,13 +158,13 @@ class PlainSystem(System):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt[:, 0].tolist()}, params)
+        self.llm_engine.add_request(request.request_id, {"prompt_token_ids": request.prompt[:, 0].tolist()}, params)
 
     def step(self) -> list[tuple[str, Any]]:
-        return [(output.request_id, _plain_result(output)) for output in self._engine.step() if output.finished]
+        return [(output.request_id, _plain_result(output)) for output in self.llm_engine.step() if output.finished]
 
     def abort(self, ids: Iterable[str]) -> None:
-        self._engine.abort_request(list(ids))
+        self.llm_engine.abort_request(list(ids))
 
     def first_rows(self) -> list[str]:
         return self._watch.take()
@@ -163,8 +173,8 @@ class PlainSystem(System):
         return None if self.runner is None else memory_by_owner(self.runner)
 
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
-        del self._engine, self._watch, self.runner
+        self.llm_engine.engine_core.shutdown()
+        del self.llm_engine, self._watch, self.runner
 
 
 def _plain_result(output: Any) -> RowResult:

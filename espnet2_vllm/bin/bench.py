@@ -77,6 +77,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     option("pytorch_rows", type=at_least(1), default=64, help="Rows of the one request that times the pytorch backend")
     option("repeat", type=at_least(1), default=1, help="Runs of each load, of which the median counts")
     option("seed", type=at_least(0), default=0, help="Of prompts and sampling")
+    option("profile", action="store_true", help="Show where a decode step goes: host parts and kernels of each load")
 
 
 def option_adder(group: Any) -> Callable[..., None]:
@@ -208,6 +209,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         pytorch_rows=args.pytorch_rows,
         repeat=args.repeat,
         seed=args.seed,
+        profile=args.profile,
     )
 
 

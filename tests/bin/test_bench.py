@@ -190,7 +190,8 @@ def test_three_systems_in_one_process(tmp_path):
     """As a program of its own, because the device is freed between the systems."""
     model = converted_model("bagpiper", "qwen3-s8-cb64")
     arguments = [str(model), *SMALL, "--guidance", "1,2", "--json", str(tmp_path / "bench.json")]
-    command = [sys.executable, "-m", "espnet2_vllm.bin.main", "bench", *arguments, "--max-model-len", "128"]
+    arguments += ["--lengths", "8:64", "--max-model-len", "128", "--profile"]
+    command = [sys.executable, "-m", "espnet2_vllm.bin.main", "bench", *arguments]
     env = os.environ | {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -204,9 +205,13 @@ def test_three_systems_in_one_process(tmp_path):
         *(("plain", n, 1) for n in (1, 3)),
     }
     for (system, in_flight, _), c in cells.items():
-        assert c["rows"] == 12 * in_flight
+        assert c["rows"] == (12 if system == "pytorch" else 64 * in_flight)
         if system == "pytorch":
+            assert "profile" not in c
             continue
+        profile = c["profile"]  # on a CPU the host's parts alone
+        assert set(profile) == {"step_ms", "host_ms"} and min(profile["host_ms"].values()) >= 0
+        assert 0 < profile["host_ms"]["launch"] <= sum(profile["host_ms"].values()) < profile["step_ms"]
         assert 0 < c["first_row_s"] < c["seconds"] and 0 < c["row_p50_s"] <= c["row_p99_s"] < c["seconds"]
         assert (c["first_codes_s"] is None) == (system == "plain")
         if system == "engine":

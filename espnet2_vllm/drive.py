@@ -6,7 +6,10 @@ A driver is a generator: it yields a ``RowRequest``, is sent the ``RowResult``, 
 from __future__ import annotations
 
 import hashlib
+import logging
+import secrets
 from collections.abc import Generator
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,8 +17,10 @@ from . import delay
 from .decoding import DecodingConfig, SegmentConfig
 from .errors import DataError
 from .layout import Layout
-from .plan import Given, Hypothesis, RowRequest, RowResult, Segment, Utterance, Wanted
+from .plan import Continuous, Given, Hypothesis, RowRequest, RowResult, Segment, Utterance, Wanted
 from .protocol import BagpiperRules, ModalityRules, OpusLMRules, Sampling, replay
+
+log = logging.getLogger(__name__)
 
 Driver = Generator[RowRequest, RowResult, Hypothesis]
 
@@ -24,6 +29,13 @@ def seed_of(seed: int, key: str, hypothesis: int) -> int:
     """Seed of one hypothesis of one utterance: does not depend on the order or number of utterances."""
     digest = hashlib.blake2b(f"{seed}/{hypothesis}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def draw_seed() -> int:
+    """A seed from the operating system, for a run that was given none; logged, so that the run can be had again."""
+    seed = secrets.randbits(31)
+    log.info("no seed was given: drew seed %d", seed)
+    return seed
 
 
 def modality_of_name(name: str) -> str:
@@ -156,9 +168,25 @@ def _drive_bagpiper(layout: Layout, utterance: Utterance, config: DecodingConfig
     """Hypothesis 0 generates the whole answer; the others only its last segment, whose number they make up."""
     prompt = np.concatenate([part.rows if isinstance(part, Given) else part.header for part in utterance.parts])
     rules = bagpiper_rules(layout, config)
-    request = RowRequest(f"{utterance.key}/{hypothesis}", prompt, rules, seed)
+    request = RowRequest(
+        f"{utterance.key}/{hypothesis}", prompt, rules, seed, continuous=_continuous_rows(utterance)
+    )
     result = yield request
     return Hypothesis(tuple(bagpiper_segments(rules, result)), ((request, result),))
+
+
+def _continuous_rows(utterance: Utterance) -> tuple[Continuous, ...]:
+    """Those of all parts, counted from the first row of the prompt."""
+    found, start = [], 0
+    for part in utterance.parts:
+        if isinstance(part, Given):
+            found += [replace(rows, start=start + rows.start, wav=None) for rows in part.continuous]
+            start += len(part.rows)
+        else:
+            start += len(part.header)
+    for rows in found:
+        assert rows.vectors is not None, f"{utterance.key}: continuous rows at {rows.start} were not encoded"
+    return tuple(found)
 
 
 def bagpiper_rules(layout: Layout, config: DecodingConfig) -> BagpiperRules:
@@ -224,6 +252,9 @@ def drive_again(
     fed = np.array([step.fed for step in steps], dtype=np.int32).reshape(-1, layout.num_streams)
     again = BagpiperRules(layout, (segment.modality,), rules.text, rules.audio)
     name = f"{utterance.key}/{hypothesis}"
-    more = RowRequest(name, np.concatenate([request.prompt, fed]), again, seed_of(seed, utterance.key, hypothesis))
+    prompt = np.concatenate([request.prompt, fed])
+    more = RowRequest(
+        name, prompt, again, seed_of(seed, utterance.key, hypothesis), continuous=request.continuous
+    )
     outcome = yield more
     return Hypothesis((*first.segments[:-1], *bagpiper_segments(again, outcome)), ((more, outcome),))

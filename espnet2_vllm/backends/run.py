@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..decoding import DecodingConfig
-from ..drive import Driver, drive, drive_again, more_hypotheses
+from ..drive import Driver, draw_seed, drive, drive_again, more_hypotheses
 from ..errors import ConfigError, DataError, EngineError, SpeechLMError
 from ..layout import Layout
 from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Hypothesis, Result, RowResult, Segment, Utterance
@@ -22,7 +22,7 @@ def decode(
     utterances: Iterable[Utterance | Unreadable],
     config: DecodingConfig,
     *,
-    seed: int,
+    seed: int | None,
     nbest: int = 1,
     in_flight: int = 256,
     on_progress: Progress | None = None,
@@ -33,7 +33,7 @@ def decode(
 
     Args:
         utterances: read as there is room for them. A pair (key, error) stands for one that could not be read.
-        seed: of the whole run; each hypothesis of each key gets its own from it.
+        seed: of the whole run; each hypothesis of each key gets its own from it. None draws one and logs it.
         nbest: hypotheses of an OpusLM utterance, drawn independently. A Bagpiper answer has as many as the ``num_hypo`` of its
             last segment's modality says.
         on_progress: called with the number of results and of generated rows so far, whenever either grew.
@@ -47,7 +47,7 @@ def decode(
         raise ConfigError(f"nbest {nbest}: a bagpiper checkpoint takes num_hypo in the block of a modality instead")
     if nbest < 1 or in_flight < 1:
         raise ConfigError(f"nbest {nbest} and in_flight {in_flight} must be at least 1")
-    run = _Run(engine, config, seed, nbest)
+    run = _Run(engine, config, draw_seed() if seed is None else seed, nbest)
     source, exhausted, progress = iter(utterances), False, (0, 0)
     try:
         while True:

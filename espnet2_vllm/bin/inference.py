@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .options import add, add_decoding_options, at_least, choose_device, engine_options, run_command
+from .options import (
+    SEED_HELP,
+    add,
+    add_decoding_options,
+    at_least,
+    choose_device,
+    engine_options,
+    run_command,
+    seed,
+)
 
 if TYPE_CHECKING:
     from ..backends import Engine
@@ -50,7 +59,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "num-workers", type=at_least(1), default=1, help="inference_rank folders to write")
     add(group, "rank", type=at_least(1), default=1, help="Number of this job among --world-size, from 1")
     add(group, "world-size", type=at_least(1), default=1, help="Jobs that share the samples")
-    add(group, "seed", type=at_least(0), default=42, help="Random seed")
+    add(group, "seed", type=seed, default=42, help=SEED_HELP)
     group = parser.add_argument_group("output")
     formats = ("list", "string")
     text_help = "A text in results.json: list of one string (ESPnet up to 2026), or string (newer)"
@@ -130,8 +139,11 @@ def _decode_all(
 ) -> int:
     from ..backends import make_engine
     from ..text import TextTokenizer
-    from .job import checkpoint_identity, journal_settings, report
+    from .job import checkpoint_identity, drawn_seed, journal_settings, report
 
+    args.seed = drawn_seed(
+        args.seed, args.resume, (path for set_ in datasets for path in _rank_folders(args, set_).values())
+    )
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
     settings = journal_settings(
         config,
@@ -140,6 +152,7 @@ def _decode_all(
         seed=args.seed,
         nbest=1,
         options=options,
+        with_scores=args.write_scores,
     )
     codes = []
     with ExitStack() as stack:
@@ -161,6 +174,13 @@ def _directory(dataset: Dataset) -> str:
     return safe_file_name(dataset.directory_name)
 
 
+def _rank_folders(args: argparse.Namespace, dataset: Dataset) -> dict[int, Path]:
+    """Folder of each rank of this job."""
+    first = (args.rank - 1) * args.num_workers
+    folder = args.output_dir / _directory(dataset)
+    return {rank: folder / f"inference_rank{rank}" for rank in range(first, first + args.num_workers)}
+
+
 def _open_writers(
     args: argparse.Namespace,
     checkpoint: Checkpoint,
@@ -175,14 +195,11 @@ def _open_writers(
     from ..io.results_bagpiper import BagpiperWriter
 
     writers = {}
-    first = (args.rank - 1) * args.num_workers
-    for rank in range(first, first + args.num_workers):
-        directory = args.output_dir / _directory(dataset) / f"inference_rank{rank}"
+    for rank, directory in _rank_folders(args, dataset).items():
         journal = Journal(directory, settings, resume=args.resume)
         stack.callback(journal.close)
-        writers[rank] = BagpiperWriter(
-            directory, checkpoint.layout, journal, speech, tokenizer.decode_bagpiper, args.text_format
-        )
+        shared = (directory, checkpoint.layout, journal, speech, tokenizer.decode_bagpiper, args.text_format)
+        writers[rank] = BagpiperWriter(*shared, with_scores=args.write_scores)
     return writers
 
 

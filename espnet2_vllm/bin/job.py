@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..drive import draw_seed
 from ..errors import CheckpointError, SpeechLMError
-from ..io.journal import Record, digest
+from ..io.journal import Record, digest, earlier_settings
 from ..io.results import Draft, ResultWriter, Speech
 from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
+from .options import RANDOM_SEED
 
 if TYPE_CHECKING:
     from ..backends import Engine
@@ -244,6 +246,21 @@ def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"path": str(checkpoint.path), "description": hashlib.sha256(description).hexdigest()[:16]}
 
 
+def drawn_seed(seed: int | str, resume: bool, directories: Iterable[Path]) -> int:
+    """The seed of a run that was given ``seed``, a number or ``random``.
+
+    A run that may go on where an earlier one stopped takes the seed that this one wrote into the first of ``directories`` that
+    has a journal; otherwise one is drawn and logged.
+    """
+    if seed != RANDOM_SEED:
+        return int(seed)
+    earlier = next(filter(None, map(earlier_settings, directories)), {}).get("seed") if resume else None
+    if earlier is None:
+        return draw_seed()
+    log.info("going on with seed %d, with which the earlier run began", earlier)
+    return int(earlier)
+
+
 RESULT_OPTIONS = ("max_rows", "max_model_len", "load_format", "quantization", "kv_cache_dtype", "hf_overrides")
 
 
@@ -255,6 +272,7 @@ def journal_settings(
     seed: int,
     nbest: int,
     options: Mapping[str, Any],
+    with_scores: bool = False,
 ) -> dict[str, Any]:
     """Everything that results depend on besides the utterances themselves; of the engine's ``options`` those that do."""
     decoding = asdict(config)
@@ -268,4 +286,6 @@ def journal_settings(
         "seed": seed,
         "nbest": nbest,
         "engine": {name: str(options[name]) for name in RESULT_OPTIONS if name in options},
+        # Only where there are some, so that a run without scores takes over what an earlier version wrote.
+        **({"scores": True} if with_scores else {}),
     }

@@ -18,6 +18,8 @@ BACKENDS = ("vllm", "pytorch")
 # Options of their own for the settings of vLLM that people change most; the rest goes through --engine_option.
 _ENGINE_OPTIONS = ("max_num_seqs", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 _NOT_GIVEN = object()
+RANDOM_SEED = "random"
+SEED_HELP = "Random seed; 'random' draws one and logs it (a run that goes on keeps the one that it began with)"
 
 
 def flag(text: str) -> bool:
@@ -43,6 +45,11 @@ def at_least(least: int) -> Any:
         return value
 
     return whole
+
+
+def seed(text: str) -> int | str:
+    """Type of a seed: a whole number that is not below 0, or ``random``."""
+    return text if text == RANDOM_SEED else at_least(0)(text)
 
 
 def share(text: str) -> float:
@@ -81,6 +88,18 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     )
     add_engine_options(option)
     option("in_flight", type=at_least(1), default=1024, help="Utterances handed to the engine at once, at most")
+    group = parser.add_argument_group("scores")
+    option(
+        "write_scores",
+        type=flag,
+        nargs="?",
+        const=True,
+        default=False,
+        help="Write the log-probability of every generated id of every stream, after mask, guidance, top-k and temperature: "
+        ".scores/<key>.npz in the output directory (in each rank's folder), read with numpy.load. Arrays of N rows and S streams: "
+        "ids [N,S] as emitted (delayed), logprobs [N,S] (natural logarithm), forced [N,S] (True: imposed, no choice; its "
+        "log-probability is 0), segment [N], hypothesis [N]",
+    )
     group = parser.add_argument_group("journal")
     option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
     option("no_resume", dest="resume", action="store_false", help="Decode everything anew")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError
 from .options import (
+    SEED_HELP,
     add,
     add_decoding_options,
     at_least,
@@ -23,6 +24,7 @@ from .options import (
     engine_options,
     flag,
     run_command,
+    seed,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "output_dir", type=Path, required=True, help="The path of output directory")
     add(group, "batch_size", type=at_least(1), default=1, help="Accepted; the engine batches by itself")
     add(group, "ngpu", type=at_least(0), default=0, help="The number of gpus. 0 indicates CPU mode (pytorch backend)")
-    add(group, "seed", type=at_least(0), default=0, help="Random seed")
+    add(group, "seed", type=seed, default=0, help=SEED_HELP)
     add(group, "num_workers", type=at_least(0), default=0, help="Accepted; there is no DataLoader")
     levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
     add(group, "log_level", type=str.upper, default="INFO", choices=levels, help="The verbose level of logging")
@@ -198,8 +200,9 @@ def _decode(
     from ..io.results_opuslm import ChatWriter, TaskWriter
     from ..prompt.opuslm import Facts
     from ..text import TextTokenizer
-    from .job import checkpoint_identity, journal_settings, report, run_job
+    from .job import checkpoint_identity, drawn_seed, journal_settings, report, run_job
 
+    args.seed = drawn_seed(args.seed, args.resume, [args.output_dir])
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
     settings = journal_settings(
         config,
@@ -208,14 +211,15 @@ def _decode(
         seed=args.seed,
         nbest=nbest,
         options=options,
+        with_scores=args.write_scores,
     )
     journal = Journal(args.output_dir, settings, resume=args.resume)
     shared = (args.output_dir, checkpoint.layout, journal, speech, tokenizer.decode_opuslm, args.nproc)
     if data.task.chat:
-        writer = ChatWriter(*shared)
+        writer = ChatWriter(*shared, with_scores=args.write_scores)
     else:
         entries = [entry.name for entry in data.task.entries]
-        writer = TaskWriter(*shared, task=data.task.name, entries=entries)
+        writer = TaskWriter(*shared, task=data.task.name, entries=entries, with_scores=args.write_scores)
     facts = Facts.from_preprocessor(checkpoint.preprocessor)
     items = _utterances(data, checkpoint, tokenizer, facts, args, speech)
     engine = make_engine(args.backend, checkpoint, args.dtype, **options)

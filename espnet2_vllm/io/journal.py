@@ -82,6 +82,17 @@ def digest(utterance: Utterance) -> str:
     return state.hexdigest()
 
 
+def earlier_settings(directory: Path) -> dict[str, Any] | None:
+    """Settings that the journal in ``directory`` was written under; None if there is no journal, or no readable one."""
+    try:
+        with open(directory / FOLDER / "journal.jsonl", "rb") as file:
+            first = json.loads(file.readline())
+    except (FileNotFoundError, ValueError):
+        return None
+    found = first.get("settings") if isinstance(first, dict) else None
+    return found if isinstance(found, dict) else None
+
+
 class Journal:
     """The journal of one output directory, open for this process alone.
 

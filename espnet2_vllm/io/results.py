@@ -15,6 +15,7 @@ from ..errors import DataError
 from ..layout import Layout
 from ..plan import REFUSED, Hypothesis, Result
 from .journal import Journal, Record, digest
+from .scores import Scores, scores_file, scores_of, write_scores
 
 if TYPE_CHECKING:
     from ..codec import Codec
@@ -44,6 +45,7 @@ class Draft:
     record: Record
     clips: tuple[Clip, ...] = ()
     tokens: tuple[np.ndarray, ...] = ()
+    scores: Scores | None = None
 
 
 class Speech:
@@ -88,11 +90,15 @@ class ResultWriter(ABC):
 
     Attributes:
         directory: as given on the command line; what files say about paths begins with it.
+        with_scores: whether to write log-probabilities too (``scores.scores_of``).
         notes: counts of what was changed on the way (line breaks, codes out of range, clipped samples).
     """
 
-    def __init__(self, directory: Path, layout: Layout, journal: Journal, speech: Speech | None) -> None:
+    def __init__(
+        self, directory: Path, layout: Layout, journal: Journal, speech: Speech | None, *, with_scores: bool = False
+    ) -> None:
         self.directory, self.layout, self.journal, self.speech = directory, layout, journal, speech
+        self.with_scores = with_scores
         self.notes: Counter[str] = Counter()
 
     def draft(self, result: Result, seconds: float = 0.0) -> Draft:
@@ -110,16 +116,17 @@ class ResultWriter(ABC):
         if result.outcome == REFUSED:
             return Draft(record)
         try:
-            return self._draft(result, record)
+            draft = self._draft(result, record)
         except DataError as error:
             return Draft(replace(record, outcome=REFUSED, reason=str(error)))
+        return replace(draft, scores=scores_of(self.layout, result.hypotheses)) if self.with_scores else draft
 
     @abstractmethod
     def _draft(self, result: Result, record: Record) -> Draft:
         """Fills in the results of an utterance that was not refused."""
 
     def commit(self, draft: Draft, wavs: Sequence[np.ndarray]) -> Record:
-        """Writes the waveforms of a draft (one for each clip), then its tokens and its line. A failed file refuses the key."""
+        """Writes the files of a draft (a waveform for each clip), then its tokens and its line. A failed file refuses the key."""
         record = draft.record
         try:
             for clip, wav in zip(draft.clips, wavs, strict=True):
@@ -128,10 +135,14 @@ class ResultWriter(ABC):
             record = replace(record, outcome=REFUSED, reason=str(error), result=None)
             self.journal.append(record)
             return record
+        files = [clip.file for clip in draft.clips]
+        if draft.scores is not None:
+            files.append(scores_file(record.key))
+            write_scores(self.directory / files[-1], draft.scores)
         audio = sum(len(wav) for clip, wav in zip(draft.clips, wavs, strict=True) if clip.generated)
         record = replace(
             record,
-            files=tuple(clip.file for clip in draft.clips),
+            files=tuple(files),
             audio_seconds=round(audio / self.speech.sample_rate, 4) if audio else 0.0,
             tokens=tuple(self.journal.save_tokens(tokens) for tokens in draft.tokens),
         )

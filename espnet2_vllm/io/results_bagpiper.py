@@ -41,8 +41,9 @@ class BagpiperWriter(ResultWriter):
         speech: Speech | None,
         decode_text: Callable[[np.ndarray], str],
         text_format: str = "list",
+        **options: bool,
     ) -> None:
-        super().__init__(directory, layout, journal, speech)
+        super().__init__(directory, layout, journal, speech, **options)
         if text_format not in TEXT_FORMATS:
             raise ConfigError(f"text_format {text_format!r} is unknown; expected one of {', '.join(TEXT_FORMATS)}")
         self.decode_text, self.text_format = decode_text, text_format

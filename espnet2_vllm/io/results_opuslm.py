@@ -42,8 +42,9 @@ class OpusLMWriter(ResultWriter):
         speech: Speech | None,
         decode_text: DecodeText,
         nproc: int = 1,
+        **options: bool,
     ) -> None:
-        super().__init__(directory, layout, journal, speech)
+        super().__init__(directory, layout, journal, speech, **options)
         self.decode_text, self.nproc = decode_text, nproc
 
     def _content(self, segment: Segment) -> Content:

@@ -46,6 +46,9 @@ class ScriptedEngine:
         chosen = self.random.sample(sorted(self.waiting), self.random.randint(1, len(self.waiting)))
         return [(name, self._run(self.waiting.pop(name))) for name in chosen]
 
+    def take_rows(self):
+        return []
+
     def abort(self, ids):
         for name in ids:
             if self.waiting.pop(name, None) is not None:
@@ -395,3 +398,17 @@ def test_an_empty_prompt_is_a_bug_not_a_data_error():
     layout = bagpiper()
     with pytest.raises(AssertionError, match="the prompt is empty"):
         check_fits(RowRequest("r", rows(layout), None), 100)
+
+
+def test_without_a_seed_one_is_drawn_and_logged(caplog):
+    caplog.set_level("INFO")
+    layout, config = bagpiper(), bagpiper_config(["audio"])
+
+    def drawn(seed):
+        (result,) = decode(ScriptedEngine(layout), [question(layout, "a")], config, seed=seed)
+        return result.hypotheses[0].requests[0][1].rows.tolist()
+
+    runs = [drawn(None) for _ in range(3)]
+    seeds = [int(message.rsplit(" ", 1)[1]) for message in caplog.messages if "drew seed" in message]
+    assert len(set(seeds)) == 3 and all(a != b for a, b in zip(runs, runs[1:], strict=False))
+    assert [drawn(seed) for seed in seeds] == runs

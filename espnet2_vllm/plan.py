@@ -72,6 +72,8 @@ class RowRequest:
         seed: of the sampling noise; 0 <= seed < 2**63.
         reference: [R, S] rows as fed behind the prompt (teacher forcing): the engine returns the R masked argmax rows
             under this history and applies no other rule.
+        stream: hand out rows before the end (``Engine.take_rows``): first when an audio segment has ``stream[0]`` rows, then
+            after every ``stream[1]``, and where a segment ends. None: all rows come at the end, and nothing is spent on it.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class RowRequest:
     rules: Rules
     seed: int = 0
     reference: np.ndarray | None = None
+    stream: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

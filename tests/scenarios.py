@@ -68,6 +68,36 @@ def preempted_for_want_of_blocks(world: World, served: Served) -> None:
     served.assert_empty()
 
 
+# -- rows before the end -------------------------------------------------------------------------------------------
+def streamed(world: World, served: Served, count: int = 10) -> None:
+    """Half of the requests hand out rows as they come, preempted or not; the others only at the end."""
+    rng = random.Random(world.seed)
+    requests, made = world.requests[:count] + world.chain(), {}
+    for index, request in enumerate(requests):
+        stream = None if index % 2 else (rng.randint(1, 6), rng.randint(1, 4))
+        made[request.request_id] = replaced(request, request.request_id, stream=stream)
+    handed: dict[str, list[np.ndarray]] = {}
+
+    def step():
+        for name, rows in served.engine.take_rows():
+            handed.setdefault(name, []).append(rows)
+        if rng.random() < 0.05:
+            served.preempt_all()
+
+    found = served.run(*made.values(), before_step=step)
+    step()
+    world.check(found)
+    streaming = {name for name, request in made.items() if request.stream is not None and len(found[name].rows) > 1}
+    assert set(handed) == streaming
+    for name, parts in handed.items():
+        assert all(map(len, parts)), name
+        rows, (first, then) = np.concatenate(parts), made[name].stream
+        assert np.array_equal(rows, found[name].rows[: len(rows)]), name
+        # What is left for the end is less than an interval, or an audio segment that had not reached its first.
+        assert len(found[name].rows) - len(rows) <= first + then, name
+    served.assert_empty()
+
+
 # -- prefix cache ------------------------------------------------------------------------------------------------------
 def same_prompt_again(world: World, served: Served) -> None:
     request = max(world.requests, key=lambda one: len(one.prompt))

@@ -275,6 +275,7 @@ class Served:
         left = {
             "requests": list(scheduler.requests), "running": scheduler.running, "waiting": list(scheduler.waiting),
             "history": list(scheduler.history), "prompts": list(scheduler._prompts), "text": scheduler._text,
+            "streams": scheduler._streams,
             **self._left_in_runner(),
         }  # fmt: skip
         assert not any(left.values()), {name: value for name, value in left.items() if value}

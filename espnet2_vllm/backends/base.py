@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from ..errors import DataError, SpeechLMError
 from ..layout import Layout
 from ..plan import RowRequest, RowResult
@@ -37,6 +39,12 @@ class Engine(Protocol):
 
     def step(self) -> list[tuple[str, Outcome]]:
         """Works for a while; gives the requests that finished, or failed, meanwhile, by id."""
+
+    def take_rows(self) -> list[tuple[str, np.ndarray]]:
+        """Rows [n, S] as emitted that streaming requests have handed out since the last call, by id, in their order.
+
+        Those from the last time on until the end of a request are in its result only.
+        """
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forgets requests: ``step`` never gives them back. Unknown ids are passed over, for they may just have finished."""

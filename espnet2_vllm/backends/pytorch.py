@@ -7,7 +7,7 @@ read. Sources: ESPnet ``ARDelayLM.inference`` (OpusLM) and ``ParallelLLM.inferen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +73,10 @@ def choose(
     return tuple(picked)
 
 
+# Rows as they are emitted, then the result.
+_Rows = Generator[tuple[int, ...], None, RowResult]
+
+
 class Branch:
     """One sequence: its keys and values, and how many rows they hold."""
 
@@ -88,7 +92,7 @@ class Branch:
 
 
 class PyTorchEngine:
-    """``Engine`` that runs a whole request at each ``step``, in the order of submission.
+    """``Engine`` that runs a whole request at each ``step``, in the order of submission; of a streaming one, a row.
 
     Args:
         checkpoint: an opened converted directory.
@@ -125,37 +129,59 @@ class PyTorchEngine:
         self._network = Network(checkpoint, getattr(torch, dtype), _device(device), attention, random=random)
         self._keep_logits = keep_logits
         self._waiting: deque[RowRequest] = deque()
+        self._running: tuple[RowRequest, _Rows] | None = None
+        self._fresh: list[tuple[str, np.ndarray]] = []
 
     @property
     def unfinished(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + (self._running is not None)
 
     def submit(self, request: RowRequest) -> None:
         check_fits(request, self.max_rows)
         self._waiting.append(request)
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[str, Outcome]]:
-        if not self._waiting:
-            return []
-        request = self._waiting.popleft()
+        if self._running is None:
+            if not self._waiting:
+                return []
+            request = self._waiting.popleft()
+            self._running = request, self._run(request)
+        (request, rows), self._running = self._running, None
         try:
-            return [(request.request_id, self._run(request))]
+            while True:
+                row = next(rows)
+                if request.stream is not None:
+                    self._fresh.append((request.request_id, np.array([row], dtype=np.int32)))
+                    self._running = request, rows
+                    return []
+        except StopIteration as end:
+            return [(request.request_id, end.value)]
         except SpeechLMError as error:
             return [(request.request_id, error)]
+
+    def take_rows(self) -> list[tuple[str, np.ndarray]]:
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def abort(self, ids: Iterable[str]) -> None:
         gone = set(ids)
         self._waiting = deque(request for request in self._waiting if request.request_id not in gone)
+        if self._running is not None and self._running[0].request_id in gone:
+            self._running = None
+        self._fresh = [(request_id, rows) for request_id, rows in self._fresh if request_id not in gone]
 
     def close(self) -> None:
         self._waiting.clear()
+        self._running = None
         del self._network
 
-    @torch.inference_mode()
-    def _run(self, request: RowRequest) -> RowResult:
-        return self._generate(request) if request.reference is None else self._follow(request)
+    def _run(self, request: RowRequest) -> _Rows:
+        if request.reference is None:
+            return (yield from self._generate(request))
+        return self._follow(request)
 
-    def _generate(self, request: RowRequest) -> RowResult:
+    def _generate(self, request: RowRequest) -> _Rows:
         rules, state = request.rules, request.rules.start()
         main, companion = Branch(self._network), None
         record = _Record(self._keep_logits)
@@ -174,6 +200,7 @@ class PyTorchEngine:
             chosen, logprobs = self._choose(merged, constraint, request.seed, position)
             state, step = rules.advance(state, chosen)
             record.add(step.emitted, logprobs, step.forced, logits, other)
+            yield step.emitted
             position += 1
             if step.done or position == self.max_rows:
                 return record.result("stop" if step.done else "length")

@@ -76,6 +76,7 @@ class VllmEngine:
         self.max_rows = config.model_config.max_model_len
         self._seats = config.scheduler_config.max_num_seqs
         self._requests: dict[str, RowRequest] = {}
+        self._fresh: list[tuple[str, np.ndarray]] = []
         self._count = 0
         log.info("vLLM %s, %s, up to %d rows a sequence", version, dtype, self.max_rows)
 
@@ -147,6 +148,8 @@ class VllmEngine:
             args["auxiliary"] = auxiliary.tobytes()
         if self.keep_logits:
             args["tap"] = name
+        if request.stream is not None:
+            args["stream"] = list(request.stream)
         streams = self.layout.num_streams
         forced = request.reference is not None
         return SamplingParams(
@@ -157,7 +160,7 @@ class VllmEngine:
             detokenize=False,
             prompt_logprobs=streams if forced else None,
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if request.stream is None else RequestOutputKind.DELTA,
             extra_args={EXTRA_ARGS: args},
         )
 
@@ -169,7 +172,20 @@ class VllmEngine:
             if output.finished:
                 request = self._requests.pop(output.request_id)
                 finished.append((request.request_id, self._result(output, request)))
+            elif output.kv_transfer_params is not None:
+                self._keep_rows(output)
         return finished
+
+    def _keep_rows(self, output: Any) -> None:
+        codes, _ = output.kv_transfer_params[EXTRA_ARGS]
+        codes = np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams)
+        if not (codes[:, 0] & channel.SPLIT).any():  # else the request is about to end with an error
+            request_id = self._requests[output.request_id].request_id
+            self._fresh.append((request_id, channel.decode(codes).ids))
+
+    def take_rows(self) -> list[tuple[str, np.ndarray]]:
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def _result(self, output: Any, request: RowRequest) -> Outcome:
         logits = tuple(TAP.take(output.request_id)) if self.keep_logits else None
@@ -205,6 +221,7 @@ class VllmEngine:
         wanted = set(ids)
         names = [name for name, request in self._requests.items() if request.request_id in wanted]
         self._engine.abort_request(names)
+        self._fresh = [(request_id, rows) for request_id, rows in self._fresh if request_id not in wanted]
         for name in names:
             del self._requests[name]
             TAP.take(name)

@@ -19,6 +19,7 @@ from .blocks import QuietBlocks
 from .compat import is_stale, layout_of
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
+from .streams import Stream
 
 NO_HASHES: list[Any] = []
 
@@ -40,6 +41,7 @@ class SpeechScheduler(AsyncScheduler):
         self._prompts: dict[str, np.ndarray] = {}
         # Requests whose next rows may be in the text phase, which needs the whole vocabulary.
         self._text: set[str] = set()
+        self._streams: dict[str, Stream] = {}
 
     def _check_configuration(self) -> None:
         config = self.vllm_config
@@ -70,6 +72,9 @@ class SpeechScheduler(AsyncScheduler):
                 self._prompts[request.request_id] = prompt
             if starts_with_text(args["rules"]):
                 self._text.add(request.request_id)
+            if "stream" in args:
+                before = int(self.layout.family == "bagpiper")
+                self._streams[request.request_id] = Stream(*args["stream"], before)
             self._install_hasher(request)
         super().add_request(request)
 
@@ -187,7 +192,8 @@ class SpeechScheduler(AsyncScheduler):
     def _deliver(self, output: Any, requests: dict[str, Request]) -> bool:
         """Whether an output goes to the client now.
 
-        A request that does not stream gets its first output, for the latency figures, and its last, with all rows.
+        A request that does not stream gets its first output, for the latency figures, and its last, with all rows. One that
+        streams gets the rows in between as its ``Stream`` says; its last output has all of them nevertheless.
         """
         request = requests.get(output.request_id)
         if request is None or request.sampling_params.num_logprobs is not None:
@@ -198,9 +204,25 @@ class SpeechScheduler(AsyncScheduler):
             logprobs = self.history.logprobs(output.request_id, first, last)
             output.kv_transfer_params = {EXTRA_ARGS: (codes.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes())}
             if output.prefill_stats is None:
-                output.new_token_ids = list(request.output_token_ids[1:])
+                stream = self._streams.get(output.request_id)
+                output.new_token_ids = list(request.output_token_ids[1 if stream is None else stream.sent :])
             return True
+        if self._streams and output.request_id in self._streams:
+            return self._hand_out(output, request)
         return output.prefill_stats is not None
+
+    def _hand_out(self, output: Any, request: Request) -> bool:
+        """Puts the rows of a streaming request into ``output`` if they are due."""
+        stream, rows = self._streams[request.request_id], request.num_output_tokens
+        due = stream.due(rows, audio=request.request_id not in self._text)
+        if not due and output.prefill_stats is None:
+            return False
+        start = request.num_prompt_tokens
+        codes = self.history.codes(request.request_id, start + stream.sent, start + rows)
+        output.kv_transfer_params = {EXTRA_ARGS: (codes.astype("<i4").tobytes(), b"")}
+        output.new_token_ids = list(request.output_token_ids[stream.sent :])
+        stream.sent = rows
+        return True
 
     # -- end ----------------------------------------------------------------------------------------------------------
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,13 +231,14 @@ class SpeechScheduler(AsyncScheduler):
         return result
 
     def _known(self) -> set[str]:
-        return {*self.history, *self._prompts, *self._text}
+        return {*self.history, *self._prompts, *self._text, *self._streams}
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self.history.close(request_id)
             self._prompts.pop(request_id, None)
             self._text.discard(request_id)
+            self._streams.pop(request_id, None)
 
 
 def starts_with_text(rules: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """The plain engine: exact on every recorded case, and what it does at its edges."""
 
+import dataclasses
 import functools
 import types
 
@@ -154,6 +155,29 @@ def test_aborted_requests_never_come_back(checkpoints):
     engine.abort(["r1", "unknown"])
     assert engine.unfinished == 2
     assert [name for _ in range(3) for name, _ in engine.step()] == ["r0", "r2"]
+
+
+@pytest.mark.parametrize("family", ["bagpiper", "opuslm"])
+def test_a_streaming_request_hands_out_its_rows_one_by_one(checkpoints, family):
+    engine, layout = PyTorchEngine(checkpoints[family]), checkpoints[family].layout
+    whole = run_one(engine, request(layout, sampling=DRAWN))
+    assert engine.take_rows() == []
+    engine.submit(dataclasses.replace(request(layout, sampling=DRAWN), stream=(1, 1)))
+    rows, outcomes = [], []
+    while engine.unfinished:
+        outcomes += engine.step()
+        rows += engine.take_rows()
+    assert [name for name, _ in rows] == ["r"] * len(whole.rows)
+    np.testing.assert_array_equal(np.concatenate([row for _, row in rows]), whole.rows)
+    ((_, result),) = outcomes
+    np.testing.assert_array_equal(result.rows, whole.rows)
+    np.testing.assert_array_equal(result.logprobs, whole.logprobs)
+    for name in ("left", "stays"):
+        engine.submit(dataclasses.replace(request(layout), request_id=name, stream=(1, 1)))
+    engine.step()
+    engine.abort(["left"])
+    assert (engine.take_rows(), engine.unfinished) == ([], 1)
+    assert list(run(engine)) == ["stays"]
 
 
 def test_the_context_cuts(checkpoints):

@@ -87,6 +87,12 @@ def test_preempted_beside_neighbours(worlds, family, setting):
     scenarios.preempted_beside_neighbours(worlds[family], worlds[family].engine(setting))
 
 
+@pytest.mark.parametrize("setting", ["sync", "async"])
+@FAMILIES
+def test_rows_leave_before_the_end_where_they_are_streamed(worlds, family, setting):
+    scenarios.streamed(worlds[family], worlds[family].engine(setting))
+
+
 # -- prefix cache ------------------------------------------------------------------------------------------------------
 @CACHED
 @FAMILIES

@@ -56,7 +56,11 @@ def codec_codes(layout: Layout, rows: np.ndarray) -> tuple[np.ndarray, int]:
     Returns:
         [T, C] int64 codes, where C is the number of the codec's streams, and how many ids were outside.
     """
-    frames = delay.undo(rows) if layout.family == "bagpiper" else rows
+    return frame_codes(layout, delay.undo(rows) if layout.family == "bagpiper" else rows)
+
+
+def frame_codes(layout: Layout, frames: np.ndarray) -> tuple[np.ndarray, int]:
+    """Codes of ``frames`` [T, S], ids without the delay; otherwise as ``codec_codes``."""
     spans = [layout.code_spans[s] for s in layout.codec_streams]
     start, stop = (np.array([span[i] for span in spans], dtype=np.int64) for i in (0, 1))
     ids = frames[:, list(layout.codec_streams)].astype(np.int64)

@@ -168,9 +168,7 @@ def _drive_bagpiper(layout: Layout, utterance: Utterance, config: DecodingConfig
     """Hypothesis 0 generates the whole answer; the others only its last segment, whose number they make up."""
     prompt = np.concatenate([part.rows if isinstance(part, Given) else part.header for part in utterance.parts])
     rules = bagpiper_rules(layout, config)
-    request = RowRequest(
-        f"{utterance.key}/{hypothesis}", prompt, rules, seed, continuous=_continuous_rows(utterance)
-    )
+    request = RowRequest(f"{utterance.key}/{hypothesis}", prompt, rules, seed, continuous=_continuous_rows(utterance))
     result = yield request
     return Hypothesis(tuple(bagpiper_segments(rules, result)), ((request, result),))
 
@@ -253,8 +251,6 @@ def drive_again(
     again = BagpiperRules(layout, (segment.modality,), rules.text, rules.audio)
     name = f"{utterance.key}/{hypothesis}"
     prompt = np.concatenate([request.prompt, fed])
-    more = RowRequest(
-        name, prompt, again, seed_of(seed, utterance.key, hypothesis), continuous=request.continuous
-    )
+    more = RowRequest(name, prompt, again, seed_of(seed, utterance.key, hypothesis), continuous=request.continuous)
     outcome = yield more
     return Hypothesis((*first.segments[:-1], *bagpiper_segments(again, outcome)), ((more, outcome),))

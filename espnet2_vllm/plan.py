@@ -12,6 +12,31 @@ from .layout import Layout
 from .protocol import Rules
 
 
+# What to do with a recording that is longer than what the model was trained on: ESPnet's cut, an error, or all of it.
+LONG_AUDIO = ("cut", "refuse", "whole")
+
+# In place of an utterance, where the next one is not ready yet (``audio.ahead``).
+LATER = "later"
+
+
+@dataclass(frozen=True, eq=False)
+class Continuous:
+    """Rows that stand for sound that the model hears through a continuous encoder. Their ids are pads; vectors take their place.
+
+    Attributes:
+        start: first of them among the rows of its part, or of the prompt of a request.
+        count: how many.
+        wav: [n] float32 mono at the encoder's rate; None where the vectors are known and the sound is no longer needed.
+        vectors: [count, H] tensor on the CPU in the dtype of the model: what the backbone takes in place of the sum of
+            embeddings. None until the encoder has run (``audio.tower``).
+    """
+
+    start: int
+    count: int
+    wav: np.ndarray | None = None
+    vectors: Any = None
+
+
 @dataclass(frozen=True)
 class Given:
     """Rows that are known: conditions, user turns, earlier answers.
@@ -21,12 +46,14 @@ class Given:
         modality: name in the checkpoint's own words (``text_bpe``, ``codec_ssl``, ``spk``, ...); empty for a Bagpiper prompt.
         role: dialogue role, or empty.
         is_target: a reference that is fed instead of generated (``inference_last_segment``).
+        continuous: which of the rows are continuous, in their order (Bagpiper).
     """
 
     rows: np.ndarray
     modality: str = ""
     role: str = ""
     is_target: bool = False
+    continuous: tuple[Continuous, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +101,7 @@ class RowRequest:
             under this history and applies no other rule.
         stream: hand out rows before the end (``Engine.take_rows``): first when an audio segment has ``stream[0]`` rows, then
             after every ``stream[1]``, and where a segment ends. None: all rows come at the end, and nothing is spent on it.
+        continuous: which rows of the prompt are continuous, with their vectors.
     """
 
     request_id: str
@@ -82,6 +110,7 @@ class RowRequest:
     seed: int = 0
     reference: np.ndarray | None = None
     stream: tuple[int, int] | None = None
+    continuous: tuple[Continuous, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 import numpy as np
 import torch
-from golden_cases import CONTINUOUS, LOGIT_TOLERANCE, Case, Comparison, DiffersError, Model, RefusedError
+from golden_cases import LOGIT_TOLERANCE, Case, Comparison, DiffersError, Model
 
+from espnet2_vllm.audio.ahead import encode_batch
 from espnet2_vllm.backends.pytorch import distribution
 from espnet2_vllm.decoding import DecodingConfig, load_decoding
 from espnet2_vllm.errors import DataError
 from espnet2_vllm.io.content import bagpiper_content
-from espnet2_vllm.plan import Hypothesis, RowResult, Segment, Utterance
-from espnet2_vllm.prompt.bagpiper import bagpiper_utterance, codec_encoder
+from espnet2_vllm.plan import Continuous, Hypothesis, RowResult, Segment, Utterance
+from espnet2_vllm.prompt.bagpiper import bagpiper_utterance, codec_encoder, listening_of
 from espnet2_vllm.protocol import AUDIO, Constraint, replay
 
+FEATURES = 1e-4  # tolerance of continuous features and vectors
 STOPS = {"eos": "eos", "eot": "eot", "max_step": "max_rows"}
 
 
@@ -22,6 +24,9 @@ def check_bagpiper(model: Model, case: Case, comparison: Comparison) -> None:
     utterance = _read(model, case)
     if isinstance(utterance, Utterance):
         comparison.same("prompt", utterance.parts[0].rows, case.arrays["prefill_ids"])
+        if utterance.parts[0].continuous:
+            (utterance,) = encode_batch([utterance], model.tower)
+            _check_continuous(model, case, comparison, utterance.parts[0].continuous)
     result = model.decode(utterance, config, seed=about.get("seed", 42))
     if about.get("kind") == "sampling":
         _check_sampled(model, case, comparison, result.hypotheses[0], config)
@@ -55,13 +60,24 @@ def _read(model: Model, case: Case):
             [[role, modality, content(value)] for role, modality, value in case.about["messages"]],
             key=case.name,
             encode_audio=lambda clips: codec_encoder(model.layout, model.codec)(clips),
-            audio_input=model.checkpoint.preprocessor["audio_input"],
+            listening=listening_of(model.checkpoint),
             upto_assistant=case.about["prompt_layout"] == "inference",
         )
     except DataError as error:
-        if "continuous_audio" in str(error):
-            raise RefusedError(CONTINUOUS) from error
         return case.name, error
+
+
+def _check_continuous(model: Model, case: Case, comparison: Comparison, continuous: tuple[Continuous, ...]) -> None:
+    """Features and vectors, where they were recorded."""
+    if "cont_indices" not in case.arrays:
+        return
+    places = [[0, rows.start, rows.count] for rows in continuous]
+    comparison.same("continuous rows", np.array(places), case.arrays["cont_indices"])
+    for i, (rows, frames) in enumerate(zip(continuous, case.arrays["cont_mel_lengths"], strict=True)):
+        features = model.tower.features(rows.wav)
+        comparison.close(f"features of clip {i}", features, case.arrays["cont_mel"][i, :frames], FEATURES)
+        recorded = case.arrays["prefill_embeds"][rows.start : rows.start + rows.count]
+        comparison.close(f"vectors of clip {i}", rows.vectors.float().numpy(), recorded, FEATURES)
 
 
 def _fed(hypothesis: Hypothesis) -> np.ndarray:

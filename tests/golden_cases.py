@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from espnet2_vllm.audio.tower import AudioTower
 from espnet2_vllm.backends import decode, make_engine
 from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.codec import load_codec
@@ -21,7 +22,7 @@ from espnet2_vllm.text import TextTokenizer
 
 LOGIT_TOLERANCE = 1e-3
 
-EXACT, DIFFERS, GUIDANCE, CONTINUOUS = "exact", "DIFFERS", "refused (guidance)", "refused (continuous audio)"
+EXACT, DIFFERS, GUIDANCE = "exact", "DIFFERS", "refused (guidance)"
 
 
 class DiffersError(Exception):
@@ -76,15 +77,20 @@ class Comparison:
 
     def logits_close(self, what: str, found, recorded: np.ndarray) -> None:
         """Raw logits within the tolerance, where finite ones were recorded."""
+        worst = self.close(f"{what}: logits", found, recorded, LOGIT_TOLERANCE)
+        self.logits = max(worst, self.logits or 0.0)
+
+    def close(self, what: str, found, recorded: np.ndarray, tolerance: float) -> float:
+        """Values within the tolerance, where finite ones were recorded; the worst difference."""
         found = np.asarray(found)
         if found.shape != recorded.shape:
-            raise DiffersError(f"{what}: logits of shape {found.shape}, recorded {recorded.shape}")
+            raise DiffersError(f"{what} of shape {found.shape}, recorded {recorded.shape}")
         finite = np.isfinite(recorded)
         gaps = np.abs(found[finite] - recorded[finite])
         worst = float(gaps.max(initial=0.0))
-        if not worst <= LOGIT_TOLERANCE:  # also if it is NaN
-            raise DiffersError(f"{what}: logits differ by {worst:.3g}, more than {LOGIT_TOLERANCE:g}")
-        self.logits = max(worst, self.logits or 0.0)
+        if not worst <= tolerance:  # also if it is NaN
+            raise DiffersError(f"{what} differ by {worst:.3g}, more than {tolerance:g}")
+        return worst
 
 
 def _same_arrays(what: str, found: np.ndarray, recorded: np.ndarray) -> None:
@@ -119,7 +125,7 @@ class Model:
     ) -> None:
         if backend == "pytorch":
             torch.set_num_threads(1)  # as when the cases were recorded; models so small are slower with more
-        self.directory, self.backend, self.compare_logits = directory, backend, compare_logits
+        self.directory, self.backend, self.compare_logits, self.dtype = directory, backend, compare_logits, dtype
         self.checkpoint = ensure_converted(directory)
         self.layout = self.checkpoint.layout
         self.tokenizer = TextTokenizer(self.checkpoint.tokenizer_dir)
@@ -129,6 +135,10 @@ class Model:
     def codec(self):
         assert self.checkpoint.codec is not None, f"{self.directory}: the checkpoint names no codec"
         return load_codec(self.checkpoint.codec, base_dir=self.checkpoint.codec_base)
+
+    @functools.cached_property
+    def tower(self):
+        return AudioTower(self.checkpoint, dtype=self.dtype)
 
     def decode(self, item, config, *, seed: int, nbest: int = 1) -> Result:
         """One utterance, or (key, error) of one that could not be read, through ``backends.decode``.

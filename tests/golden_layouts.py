@@ -7,7 +7,11 @@ import pathlib
 import yaml
 from conftest import golden_files
 
+from espnet2_vllm.audio.listening import Listening
 from espnet2_vllm.layout import Layout
+
+# What the configuration of the released audio encoder says, and that of the recorded model.
+QWEN3_OMNI = Listening(rate=16000, hop=160, window=400, limit=480000, half_chunk=50)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from golden_cases import CONTINUOUS, DIFFERS, Model, case_files, replay, summary
+    from golden_cases import DIFFERS, Model, case_files, replay, summary
 
     for directory in (args.model_dir, args.cases_dir):
         if not directory.is_dir():
@@ -82,9 +82,6 @@ def run(args: argparse.Namespace) -> int:
             print(verdicts[-1], flush=True)
     finally:
         model.engine.close()
-    continuous = sum(v.verdict == CONTINUOUS for v in verdicts)
-    if continuous:
-        print(f"{continuous} {CONTINUOUS}")
     print(summary(verdicts))
     return int(any(v.verdict == DIFFERS for v in verdicts))
 

@@ -145,7 +145,7 @@ def test_comparison():
 def test_summary_counts():
     verdicts = [
         Verdict("a", EXACT, logits=0.0001), Verdict("b", DIFFERS), Verdict("c", "refused (guidance)"),
-        Verdict("d", "refused (continuous audio)"), Verdict("e", EXACT, logits=0.0003),
+        Verdict("d", "sampled"), Verdict("e", EXACT, logits=0.0003),
     ]  # fmt: skip
     assert summary(verdicts) == "2 of 3 exact, 1 refused (guidance), worst logit difference 0.0003"
     assert str(verdicts[0]) == "a: exact logits 0.0001"

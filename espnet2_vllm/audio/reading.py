@@ -9,6 +9,7 @@ import os
 import re
 import struct
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,6 +69,20 @@ def resample(wav: np.ndarray, rate: int, target: int) -> np.ndarray:
 
     samples = torch.from_numpy(np.ascontiguousarray(wav, dtype=np.float32))
     return torchaudio_resample(samples, rate, target).numpy()
+
+
+def mono_at(wav: np.ndarray, rate: int, target: int, notes: Counter[str] | None = None) -> np.ndarray:
+    """[n] or [channels, n] samples at ``rate`` -> [m] float32 at ``target`` Hz: first channel, resampled.
+
+    ``notes`` counts the recordings of several channels and of other rates.
+    """
+    if wav.ndim == 2:
+        if notes is not None and wav.shape[0] > 1:
+            notes[f"recordings of {wav.shape[0]} channels, of which the first was taken"] += 1
+        wav = first_channel(wav)
+    if notes is not None and rate != target:
+        notes[f"recordings resampled from {rate} to {target} Hz"] += 1
+    return resample(wav.astype(np.float32, copy=False), rate, target)
 
 
 def _read_path(text: str, base_dir: str | os.PathLike | None) -> tuple[np.ndarray, int]:

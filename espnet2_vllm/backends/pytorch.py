@@ -7,7 +7,7 @@ read. Sources: ESPnet ``ARDelayLM.inference`` (OpusLM) and ``ParallelLLM.inferen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from ..engine.noise import gumbel
 from ..errors import ConfigError, SpeechLMError
 from ..layout import Layout
-from ..plan import RowRequest, RowResult
+from ..plan import Continuous, RowRequest, RowResult
 from ..protocol import Constraint, Sampling
 from .base import Outcome, check_fits
 from .network import Logits, Network
@@ -85,10 +85,13 @@ class Branch:
 
         self._network, self._cache, self.length = network, DynamicCache(config=network.config), 0
 
-    def feed(self, rows: np.ndarray) -> torch.Tensor:
-        """Feeds [n, S] ids; the hidden states of these rows, [n, H]."""
+    def feed(self, rows: np.ndarray, continuous: Sequence[Continuous] = ()) -> torch.Tensor:
+        """Feeds [n, S] ids, some of them replaced by continuous rows; the hidden states of these rows, [n, H]."""
         self.length += len(rows)
-        return self._network.forward(self._network.embed(rows), self._cache)
+        vectors = self._network.embed(rows)
+        for part in continuous:
+            vectors[part.start : part.start + part.count] = part.vectors.to(vectors)
+        return self._network.forward(vectors, self._cache)
 
 
 class PyTorchEngine:
@@ -185,7 +188,7 @@ class PyTorchEngine:
         rules, state = request.rules, request.rules.start()
         main, companion = Branch(self._network), None
         record = _Record(self._keep_logits)
-        rows, position = request.prompt, len(request.prompt)
+        rows, position, continuous = request.prompt, len(request.prompt), request.continuous
         while True:
             constraint = rules.constraint(state)
             if constraint.guidance == 1:
@@ -194,7 +197,7 @@ class PyTorchEngine:
                 # ESPnet's unconditional branch: as many rows of pads as went before the segment; ``rows`` is its modality row.
                 companion = Branch(self._network)
                 companion.feed(np.full((main.length, self.layout.num_streams), self.layout.pad))
-            logits = self._network.logits(main.feed(rows)[-1])
+            logits = self._network.logits(main.feed(rows, continuous)[-1])
             other = None if companion is None else self._network.logits(companion.feed(rows)[-1])
             merged = logits if other is None else logits.guided(other, constraint.guidance)
             chosen, logprobs = self._choose(merged, constraint, request.seed, position)
@@ -204,12 +207,12 @@ class PyTorchEngine:
             position += 1
             if step.done or position == self.max_rows:
                 return record.result("stop" if step.done else "length")
-            rows = np.array([step.fed])
+            rows, continuous = np.array([step.fed]), ()
 
     def _follow(self, request: RowRequest) -> RowResult:
         """Teacher forcing: one pass, then the masked argmax of each row under the history of the reference."""
         branch, record = Branch(self._network), _Record(self._keep_logits)
-        hidden = branch.feed(np.concatenate([request.prompt, request.reference[:-1]]))
+        hidden = branch.feed(np.concatenate([request.prompt, request.reference[:-1]]), request.continuous)
         constraint = request.rules.constraint(request.rules.start())
         for row in range(len(request.reference)):
             position = len(request.prompt) + row

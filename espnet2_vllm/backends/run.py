@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,16 +11,17 @@ from ..decoding import DecodingConfig
 from ..drive import Driver, draw_seed, drive, drive_again, more_hypotheses
 from ..errors import ConfigError, DataError, EngineError, SpeechLMError
 from ..layout import Layout
-from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Hypothesis, Result, RowResult, Segment, Utterance
+from ..plan import LATER, LENGTH, NO_AUDIO, OK, REFUSED, Hypothesis, Result, RowResult, Segment, Utterance
 from .base import Engine, Outcome
 
 Unreadable = tuple[str, SpeechLMError]
 Progress = Callable[[int, int], None]
+_WAIT = 0.001  # seconds until an utterance is asked for again, where nothing else is to do
 
 
 def decode(
     engine: Engine,
-    utterances: Iterable[Utterance | Unreadable],
+    utterances: Iterable[Utterance | Unreadable | str],
     config: DecodingConfig,
     *,
     seed: int | None,
@@ -32,7 +34,8 @@ def decode(
     The order of the results is the order of completion; nothing else depends on it or on ``in_flight``.
 
     Args:
-        utterances: read as there is room for them. A pair (key, error) stands for one that could not be read.
+        utterances: read as there is room for them. A pair (key, error) stands for one that could not be read, ``plan.LATER`` for
+            one that is still being made: the engine goes on meanwhile.
         seed: of the whole run; each hypothesis of each key gets its own from it. None draws one and logs it.
         nbest: hypotheses of an OpusLM utterance, drawn independently. A Bagpiper answer has as many as the ``num_hypo`` of its
             last segment's modality says.
@@ -53,6 +56,11 @@ def decode(
         while True:
             while not exhausted and not run.finished and len(run.running) < in_flight:
                 item = next(source, None)
+                if item is LATER:
+                    if run.running:
+                        break
+                    time.sleep(_WAIT)
+                    continue
                 exhausted = item is None
                 if item is not None:
                     run.begin(item)

@@ -44,22 +44,28 @@ def _read_opuslm(checkpoint: Checkpoint, data: str, count: int, seed: int) -> It
 
 
 def _read_bagpiper(checkpoint: Checkpoint, data: str, count: int, seed: int) -> Iterable:
+    from ..audio.ahead import encoded
+    from ..audio.tower import AudioTower
     from ..codec import load_codec
     from ..io.dataset_json import open_datasets, read_utterances
     from ..io.specifiers import parse_specifiers
-    from ..prompt.bagpiper import codec_encoder
+    from ..plan import LATER
+    from ..prompt.bagpiper import codec_encoder, listening_of
     from ..text import TextTokenizer
 
     tokenizer, layout = TextTokenizer(checkpoint.tokenizer_dir), checkpoint.layout
     encode = None
     if checkpoint.codec is not None:
         encode = codec_encoder(layout, load_codec(checkpoint.codec, base_dir=checkpoint.codec_base))
-    audio_input = checkpoint.preprocessor.get("audio_input") or "discrete_audio"
+    listening = listening_of(checkpoint)
     for dataset in open_datasets(parse_specifiers(data, registered=False)):
         samples = tuple(itertools.islice(dataset.samples, count))
-        yield from read_utterances(
-            dataset, layout, tokenizer, samples=samples, encode_audio=encode, audio_input=audio_input
+        utterances = read_utterances(
+            dataset, layout, tokenizer, samples=samples, encode_audio=encode, listening=listening
         )
+        for item in encoded(utterances, lambda: AudioTower(checkpoint)):
+            if item is not LATER:
+                yield item
 
 
 def decode_all(

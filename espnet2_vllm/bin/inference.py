@@ -10,12 +10,14 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..plan import LONG_AUDIO
 from .options import (
     SEED_HELP,
     add,
@@ -28,6 +30,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..audio.tower import AudioTower
     from ..backends import Engine
     from ..checkpoint import Checkpoint
     from ..decoding import DecodingConfig
@@ -60,6 +63,9 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "rank", type=at_least(1), default=1, help="Number of this job among --world-size, from 1")
     add(group, "world-size", type=at_least(1), default=1, help="Jobs that share the samples")
     add(group, "seed", type=seed, default=42, help=SEED_HELP)
+    group = parser.add_argument_group("input")
+    long_help = "Recordings beyond what the model was trained on (30 s): cut as ESPnet does, refuse, or hear them whole"
+    add(group, "long-audio", choices=LONG_AUDIO, default="cut", help=long_help)
     group = parser.add_argument_group("output")
     formats = ("list", "string")
     text_help = "A text in results.json: list of one string (ESPnet up to 2026), or string (newer)"
@@ -214,9 +220,11 @@ def _decode(
     writers: dict[int, BagpiperWriter],
 ) -> Any:
     from ..io.dataset_json import read_utterances
-    from ..prompt.bagpiper import codec_encoder
+    from ..prompt.bagpiper import codec_encoder, listening_of
     from .job import run_job
 
+    notes: Counter[str] = Counter()
+    listening = listening_of(checkpoint, args.long_audio)
     world = args.world_size * args.num_workers
     writer_of = {uid: writers[i % world] for i, uid in enumerate(dataset.samples) if i % world in writers}
     layout = checkpoint.layout
@@ -227,13 +235,18 @@ def _decode(
             layout,
             tokenizer,
             samples=tuple(writer_of),
-            encode_audio=None if speech is None else codec_encoder(layout, speech.codec),
-            audio_input=checkpoint.preprocessor.get("audio_input") or "discrete_audio",
+            encode_audio=None if speech is None else codec_encoder(layout, speech.codec, notes),
+            listening=listening,
         )
         for item in utterances:
             yield writer_of[item[0] if isinstance(item, tuple) else item.key], item
 
-    return run_job(
+    def make_tower() -> AudioTower:
+        from ..audio.tower import AudioTower
+
+        return AudioTower(checkpoint, dtype=config.dtype, device=choose_device(args.device, gpu=True))
+
+    tally = run_job(
         engine,
         config,
         list(writers.values()),
@@ -242,7 +255,10 @@ def _decode(
         seed=args.seed,
         in_flight=args.in_flight,
         total=len(writer_of),
+        make_tower=None if listening is None else make_tower,
     )
+    tally.notes.update(notes if listening is None else notes + listening.notes)
+    return tally
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
 from .options import RANDOM_SEED
 
 if TYPE_CHECKING:
+    from ..audio.tower import AudioTower
     from ..backends import Engine
     from ..checkpoint import Checkpoint
     from ..codec import Codec, CodecDescription
@@ -85,6 +86,7 @@ def run_job(
     speech: Speech | None,
     seed: int,
     nbest: int = 1,
+    make_tower: Callable[[], AudioTower] | None = None,
     in_flight: int = 1024,
     total: int = 0,
 ) -> Tally:
@@ -94,10 +96,12 @@ def run_job(
     does not wait for the codec.
 
     Args:
+        make_tower: what encodes continuous rows; called when the first sound comes.
         items: utterances, or (key, error) for those that could not be read, each with the writer of its results.
         total: number of items, for the progress display.
 
     Raises:
+    from ..audio.ahead import encoded
         SpeechLMError: what ends the job as a whole. The journals then hold all that was finished.
     """
     from ..backends import decode
@@ -115,6 +119,7 @@ def run_job(
                 continue
             begun[key] = writer, time.monotonic()
             yield item
+        utterances = fresh() if make_tower is None else encoded(fresh(), make_tower)
 
     with Progress(total, tally) as progress, Store(speech, tally) as store:
         results = decode(

@@ -9,16 +9,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
 from ..layout import Layout
 from ..plan import Utterance
-from ..prompt.bagpiper import DISCRETE, Clip, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
+from ..prompt.bagpiper import Clip, Deaf, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
 from .json_lines import distinct_ids, read_json, read_json_lines
 from .kaldi import Table, locate, read_table
 from .lhotse import LhotseReader
 from .specifiers import DIALOGUE_TASK, PROMPTS, Specifier
+
+if TYPE_CHECKING:
+    from ..audio.listening import Listening
 
 
 class Reader(ABC):
@@ -158,13 +161,13 @@ def read_utterances(
     *,
     samples: Iterable[str] | None = None,
     encode_audio: EncodeAudio | None = None,
-    audio_input: str = DISCRETE,
+    listening: Listening | Deaf | None = None,
 ) -> Iterator[Utterance | tuple[str, DataError]]:
     """Utterances one by one; a pair (id, error) stands for one that cannot be read.
 
     Args:
         samples: those that are wanted, in this order (``dataset.share``); None is all.
-        encode_audio, audio_input: see ``bagpiper_prompt``.
+        encode_audio, listening: see ``bagpiper_prompt``.
     """
     for uid in dataset.samples if samples is None else samples:
         try:
@@ -175,7 +178,7 @@ def read_utterances(
                 key=uid,
                 info={"task": dataset.specifier.task, "name": dataset.specifier.name},
                 encode_audio=encode_audio,
-                audio_input=audio_input,
+                listening=listening,
                 base_dir=dataset.specifier.path.parent,
             )
         except DataError as error:

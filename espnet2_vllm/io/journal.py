@@ -81,6 +81,9 @@ def digest(utterance: Utterance) -> str:
             state.update(np.ascontiguousarray(rows, dtype="<i4").tobytes())
     return state.hexdigest()
 
+        for heard in part.continuous if isinstance(part, Given) else ():
+            state.update(f"{heard.start} {heard.count}\n".encode())
+            state.update(np.ascontiguousarray(heard.wav, dtype="<f4").tobytes())
 
 def earlier_settings(directory: Path) -> dict[str, Any] | None:
     """Settings that the journal in ``directory`` was written under; None if there is no journal, or no readable one."""

@@ -5,18 +5,22 @@ Source: ESPnet ``SpeechLMPreprocessor`` and ``DiscreteAudioIO`` (espnet2/speechl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..codes import audio_rows
-from ..errors import DataError
+from ..errors import CheckpointError, DataError
 from ..layout import Layout
-from ..plan import Given, Utterance, Wanted
+from ..plan import Continuous, Given, Utterance, Wanted
 
 if TYPE_CHECKING:
+    from ..audio.listening import Listening
+    from ..checkpoint import Checkpoint
     from ..codec import Codec
 
 ROLES = ("system", "user", "assistant")
@@ -36,20 +40,21 @@ class Tokenizer(Protocol):
     def encode_bagpiper(self, text: str) -> list[int]: ...
 
 
-def codec_encoder(layout: Layout, codec: Codec) -> EncodeAudio:
+def codec_encoder(layout: Layout, codec: Codec, notes: Counter[str] | None = None) -> EncodeAudio:
     """Encodes prompts with ``codec``, as ESPnet does: first channel, resampled, all clips in one zero-padded batch.
+
+    ``notes`` counts the recordings of several channels and of other rates.
 
     A clip shorter than the longest of its prompt takes the codes of its padding into its last S - 1 rows. The encoder raises
     DataError for a clip that has not one whole frame.
     """
 
     def encode(clips: Sequence[Clip]) -> list[np.ndarray]:
-        from ..audio import first_channel, resample
+        from ..audio import mono_at
 
         wavs = []
         for wav, rate in clips:
-            mono = first_channel(wav) if wav.ndim == 2 else wav
-            wavs.append(resample(mono.astype(np.float32, copy=False), rate, codec.sample_rate))
+            wavs.append(mono_at(wav, rate, codec.sample_rate, notes))
             if len(wavs[-1]) < codec.hop:
                 raise DataError(
                     f"the audio has {len(wavs[-1])} samples at {codec.sample_rate} Hz, but the codec needs {codec.hop} for "
@@ -67,23 +72,24 @@ def bagpiper_prompt(
     messages: Sequence[Message],
     *,
     encode_audio: EncodeAudio | None = None,
-    audio_input: str = DISCRETE,
+    listening: Listening | Deaf | None = None,
     upto_assistant: bool = True,
     base_dir: Path | None = None,
-) -> np.ndarray:
-    """Rows of a conversation, without the ``<|assistant|>`` that asks for an answer.
+) -> Given:
+    """A conversation as rows, without the ``<|assistant|>`` that asks for an answer.
 
     ``<|bos|>``, then per message ``<|role|> <|modality|>``, content, and ``<|eot|>`` if the next message has the same role,
-    else ``<|eos|>``.
+    else ``<|eos|>``. Continuous rows are pads that stand for what the audio encoder will make of the sound.
 
     Args:
-        encode_audio: for prompts with audio (``codec_encoder``); None if the checkpoint has no codec.
-        audio_input: how the checkpoint takes audio that is not the assistant's (``preprocessor.audio_input`` of train.yaml).
+        encode_audio: for prompts with audio as codes (``codec_encoder``); None if the checkpoint has no codec.
+        listening: how the checkpoint hears audio that is not the assistant's; None if it takes that as codes too
+            (``preprocessor.audio_input`` of train.yaml, see ``listening_of``).
         upto_assistant: leave out the first message of the assistant and all behind it, as ESPnet does when it decodes.
         base_dir: where recordings are looked up that are not found from the working directory.
 
     Returns:
-        [T, S] int32.
+        [T, S] int32 rows, and which of them are continuous.
 
     Raises:
         DataError: for a message that is malformed, cannot be read, or has a role or modality that cannot be prompted.
@@ -91,17 +97,17 @@ def bagpiper_prompt(
     if not messages:
         raise DataError("the conversation has no messages")
     checked = _checked(messages, upto_assistant)
-    audio = iter(_encoded(layout, checked, encode_audio, audio_input, base_dir))
-    rows = [_special(layout, "bos")]
+    audio = iter(_audio(layout, checked, encode_audio, listening, base_dir))
+    rows, continuous = [_special(layout, "bos")], []
     for i, (role, modality, content) in enumerate(checked):
         goes_on = i + 1 < len(checked) and checked[i + 1][0] == role
-        rows += [
-            _special(layout, role),
-            _special(layout, modality),
-            _text_rows(layout, tokenizer, content) if modality == "text" else next(audio),
-            _special(layout, "eot" if goes_on else "eos"),
-        ]
-    return np.concatenate(rows)
+        body = _text_rows(layout, tokenizer, content) if modality == "text" else next(audio)
+        if isinstance(body, Continuous):
+            continuous.append(replace(body, start=sum(map(len, rows)) + 2))
+            body = np.full((body.count, layout.num_streams), layout.pad, dtype=np.int32)
+        end = _special(layout, "eot" if goes_on else "eos")
+        rows += [_special(layout, role), _special(layout, modality), body, end]
+    return Given(np.concatenate(rows), continuous=tuple(continuous))
 
 
 def bagpiper_utterance(
@@ -115,7 +121,7 @@ def bagpiper_utterance(
 ) -> Utterance:
     """The conversation as given, the assistant's answer as wanted. ``options``: those of ``bagpiper_prompt``."""
     prompt = bagpiper_prompt(layout, tokenizer, messages, **options)
-    parts = (Given(prompt), Wanted(_special(layout, "assistant"), role="assistant"))
+    parts = (prompt, Wanted(_special(layout, "assistant"), role="assistant"))
     return Utterance(key, parts, info or {})
 
 
@@ -162,31 +168,60 @@ def _is_clip(content: Any) -> bool:
     return isinstance(content, Sequence) and len(content) == 2 and isinstance(content[0], np.ndarray)
 
 
-def _encoded(
+def _audio(
     layout: Layout,
     messages: Sequence[tuple[str, str, Any]],
     encode_audio: EncodeAudio | None,
-    audio_input: str,
+    listening: Listening | Deaf | None,
     base_dir: Path | None,
-) -> Sequence[np.ndarray]:
-    """Rows of each audio message, in order."""
-    clips = []
+) -> list[np.ndarray | Continuous]:
+    """Of each audio message, in order, its rows of ids, or its continuous rows without their place."""
+    found: list[Any] = []
+    discrete: list[int] = []
     for i, (role, modality, content) in enumerate(messages):
         if modality != "audio":
             continue
-        if role != "assistant" and audio_input != DISCRETE:
-            raise DataError(
-                f"message {i}: this checkpoint takes audio as {audio_input} (preprocessor.audio_input of its train.yaml), which "
-                "is not supported yet; text prompts of it can be decoded"
-            )
-        if encode_audio is None:
+        if encode_audio is None and (listening is None or role == "assistant"):
             raise DataError(f"message {i} is audio, but the checkpoint has no codec to encode it with")
-        clips.append(read_recording(content, base_dir) if isinstance(content, str) else content)
-    rows = encode_audio(clips) if clips else []
-    assert len(rows) == len(clips), f"{len(rows)} encodings of {len(clips)} clips"
-    for clip in rows:
+        try:
+            clip = read_recording(content, base_dir) if isinstance(content, str) else content
+            if listening is not None and role != "assistant":
+                wav = listening.prepare(*clip)
+                found.append(Continuous(0, listening.rows(len(wav)), wav))
+                continue
+        except DataError as error:
+            raise DataError(f"message {i}: {error}") from error
+        discrete.append(len(found))
+        found.append(clip)
+    rows = encode_audio([found[place] for place in discrete]) if discrete else []
+    assert len(rows) == len(discrete), f"{len(rows)} encodings of {len(discrete)} clips"
+    for place, clip in zip(discrete, rows, strict=True):
         assert clip.ndim == 2 and clip.shape[1] == layout.num_streams, f"encoding of shape {clip.shape}"
-    return rows
+        found[place] = clip
+    return found
+
+
+class Deaf:
+    """In place of ``Listening`` where audio cannot be heard, so that prompts without audio go on."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        self.error = error
+        self.notes: Counter[str] = Counter()
+
+    def prepare(self, wav: np.ndarray, rate: int) -> np.ndarray:
+        raise DataError(str(self.error)) from self.error
+
+
+def listening_of(checkpoint: Checkpoint, long_audio: str = "cut") -> Listening | Deaf | None:
+    """How ``checkpoint`` hears audio that is not the assistant's; None if it takes that as codes."""
+    from ..audio.listening import Listening
+
+    if (checkpoint.preprocessor.get("audio_input") or DISCRETE) != CONTINUOUS:
+        return None
+    try:
+        return Listening.of(checkpoint, long_audio)
+    except CheckpointError as error:
+        return Deaf(error)
 
 
 def read_recording(spec: str, base_dir: Path | None) -> Clip:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 from conftest import golden_files, golden_models
-from golden_layouts import bagpiper_model_layout
+from golden_layouts import QWEN3_OMNI, bagpiper_model_layout
 
 from espnet2_vllm.codec import CodecDescription, load_codec
 from espnet2_vllm.errors import DataError
@@ -55,17 +55,7 @@ def is_continuous(model) -> bool:
 
 
 def options_of(model) -> dict:
-    return {"audio_input": "continuous_audio" if is_continuous(model) else "discrete_audio"}
-
-
-def refused(model, messages, upto_assistant) -> bool:
-    """Whether the prompt has audio that the model takes in its continuous form."""
-    for role, modality, _ in messages:
-        if role == "assistant" and upto_assistant:
-            break
-        if modality == "audio" and role != "assistant" and is_continuous(model):
-            return True
-    return False
+    return {"listening": QWEN3_OMNI if is_continuous(model) else None}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda p: p.name)
@@ -80,11 +70,10 @@ def test_prompts_are_espnets(model):
             build = functools.partial(
                 bagpiper_prompt, layout, tokenizer, messages, upto_assistant=upto, **options_of(model)
             )
-            if refused(model, messages, upto):
-                with pytest.raises(DataError, match="continuous_audio.*not supported yet"):
-                    build(encode_audio=placeholders(layout))
-                continue
-            rows = build(encode_audio=placeholders(layout))
+            given = build(encode_audio=placeholders(layout))
+            rows = given.rows
+            places = [p for p in case["continuous"] if p["io"] == "continuous_audio"]
+            assert [(p.start, p.count) for p in given.continuous] == [(p["start"], p["length"]) for p in places]
             assert rows.dtype == np.int32 and len(rows) == case["find_length"]
             np.testing.assert_array_equal(rows, arrays[f"{case['key']}_ids"], err_msg=case["key"])
 
@@ -102,11 +91,9 @@ def test_encoded_prompts_are_espnets(model):
             if not (key.startswith("encoded_train_") and key.endswith("_ids")):
                 continue
             messages = with_audio(conversations[key.removeprefix("encoded_train_").removesuffix("_ids")], arrays)
-            if refused(model, messages, False):
-                continue
             rows = bagpiper_prompt(
                 layout, tokenizer, messages, encode_audio=encoder_of(model), upto_assistant=False, **options_of(model)
-            )
+            ).rows
             np.testing.assert_array_equal(rows, arrays[key], err_msg=key)
             checked += 1
     assert checked
@@ -135,10 +122,6 @@ def test_prompts_of_the_cases(model, path):
             upto_assistant=upto,
             **options_of(model),
         )
-        if refused(model, messages, upto):
-            with pytest.raises(DataError, match="not supported yet"):
-                build()
-            return
         given, wanted = build().parts
         assert isinstance(given, Given) and isinstance(wanted, Wanted)
         np.testing.assert_array_equal(given.rows, arrays["prefill_ids"])
@@ -160,7 +143,7 @@ class Letters:
 
 
 def test_token_zero_becomes_the_pad():
-    rows = bagpiper_prompt(LAYOUT, Letters(), [["user", "text", "abac"]])
+    rows = bagpiper_prompt(LAYOUT, Letters(), [["user", "text", "abac"]]).rows
     names = [LAYOUT.specials[n] for n in ("bos", "user", "text")]
     assert rows[:, 0].tolist() == [*names, 0, 257, 0, 258, LAYOUT.specials["eos"]]
     assert (rows[:, 1:] == 0).all()
@@ -168,10 +151,10 @@ def test_token_zero_becomes_the_pad():
 
 def test_turns_end_with_eot_before_the_same_role():
     messages = [["system", "text", "b"], ["user", "text", "b"], ["user", "text", "b"], ["assistant", "text", "b"]]
-    rows = bagpiper_prompt(LAYOUT, Letters(), messages)
+    rows = bagpiper_prompt(LAYOUT, Letters(), messages).rows
     assert rows[[4, 8, 12], 0].tolist() == [LAYOUT.specials[n] for n in ("eos", "eot", "eos")] and len(rows) == 13
-    assert bagpiper_prompt(LAYOUT, Letters(), messages[3:])[:, 0].tolist() == [LAYOUT.specials["bos"]]
-    assert len(bagpiper_prompt(LAYOUT, Letters(), messages, upto_assistant=False)) == 17
+    assert bagpiper_prompt(LAYOUT, Letters(), messages[3:]).rows[:, 0].tolist() == [LAYOUT.specials["bos"]]
+    assert len(bagpiper_prompt(LAYOUT, Letters(), messages, upto_assistant=False).rows) == 17
 
 
 @pytest.mark.parametrize(
@@ -236,5 +219,5 @@ def test_recordings_are_found_from_the_working_directory_first(tmp_path, monkeyp
             [["user", "audio", name]],
             encode_audio=codec_encoder(LAYOUT, Counting()),
             base_dir=there,
-        )
+        ).rows
         assert len(rows) == 1 + 2 + frames + 2 + 1

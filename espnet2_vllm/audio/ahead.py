@@ -1,0 +1,104 @@
+"""Encodes the sound of utterances ahead of the engine: many utterances together, in a thread of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpeechLMError
+from ..plan import LATER, Given, Utterance
+
+if TYPE_CHECKING:
+    from .tower import AudioTower
+
+# Of sound that are encoded together, at most: one batch keeps the device from decoding for a bounded time.
+SECONDS = 640.0
+_BATCHES = 2  # that wait or are being encoded
+
+Item = Any  # Utterance, or (key, error) of one that could not be read
+
+
+def encoded(items: Iterable[Item], make_tower: Callable[[], AudioTower], *, together: int = 64) -> Iterator[Item]:
+    """``items`` in their order, continuous rows with their vectors. What has none passes as it is.
+
+    While a batch is being encoded ``plan.LATER`` is given, so that whoever waits for the next utterance can do something else.
+    An utterance whose batch fails becomes (key, error).
+
+    Args:
+        make_tower: called once, when the first sound comes.
+        together: utterances that are encoded at once, at most.
+    """
+    source, exhausted = iter(items), False
+    encoder = _Encoder(make_tower)
+    batches: deque[tuple[list[Item], Future | None]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="audio") as pool:
+        while True:
+            while not exhausted and len(batches) < _BATCHES:
+                batch, exhausted = _next_batch(source, together)
+                if batch:
+                    heard = any(map(_sounds, batch))
+                    batches.append((batch, pool.submit(encoder, batch) if heard else None))
+            if not batches:
+                return
+            batch, future = batches[0]
+            while future is not None and not future.done():
+                yield LATER
+            batches.popleft()
+            yield from batch if future is None else future.result()
+
+
+def _sounds(item: Item) -> list[Any]:
+    """The continuous rows of an item."""
+    if not isinstance(item, Utterance):
+        return []
+    return [rows for part in item.parts if isinstance(part, Given) for rows in part.continuous]
+
+
+def _next_batch(source: Iterator[Item], together: int) -> tuple[list[Item], bool]:
+    """Utterances with sound up to the limits, or one item without; and whether ``source`` has ended."""
+    batch: list[Item] = []
+    samples = 0
+    while len(batch) < together and samples < SECONDS * 16000:
+        item = next(source, None)
+        if item is None:
+            return batch, True
+        batch.append(item)
+        sounds = _sounds(item)
+        if not sounds:
+            break  # nothing to wait for
+        samples += sum(len(rows.wav) for rows in sounds)
+    return batch, False
+
+
+class _Encoder:
+    """What runs in the thread."""
+
+    def __init__(self, make_tower: Callable[[], AudioTower]) -> None:
+        self._make, self._tower = make_tower, None
+
+    def __call__(self, batch: Sequence[Item]) -> list[Item]:
+        try:
+            self._tower = self._tower or self._make()
+            return encode_batch(batch, self._tower)
+        except SpeechLMError as error:
+            return [(item.key, error) if _sounds(item) else item for item in batch]
+
+
+def encode_batch(batch: Sequence[Item], tower: AudioTower) -> list[Item]:
+    """The same items with the vectors of their continuous rows."""
+    places = [place for place, item in enumerate(batch) if _sounds(item)]
+    found = tower.encode([[rows.wav for rows in _sounds(batch[place])] for place in places])
+    result = list(batch)
+    for place, vectors in zip(places, found, strict=True):
+        left = iter(vectors)
+        parts = [
+            replace(part, continuous=tuple(replace(rows, vectors=next(left)) for rows in part.continuous))
+            if isinstance(part, Given)
+            else part
+            for part in batch[place].parts
+        ]
+        result[place] = replace(batch[place], parts=tuple(parts))
+    return result

@@ -1,0 +1,142 @@
+"""What becomes of a recording before a continuous encoder hears it, and how many rows it will take.
+
+Source: ESPnet ``ContinuousAudioIO.preprocess`` (espnet2/speechlm/model/speechlm/multimodal_io/audio.py). Nothing here imports torch
+unless a recording has another sampling rate than the encoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import CheckpointError, DataError
+from ..plan import LONG_AUDIO
+from .reading import mono_at
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+ENCODER = "qwen3_omni_moe_audio_encoder"  # the only one that ESPnet accepts
+
+
+@dataclass(frozen=True)
+class Listening:
+    """How a checkpoint takes sound.
+
+    Attributes:
+        rate: of the encoder in Hz.
+        hop: samples a mel frame.
+        window: samples of the spectrogram's window; a clip must be longer than half of it, or its edges cannot be reflected.
+        limit: samples that ESPnet keeps of a recording, counted at the recording's own rate.
+        half_chunk: half of the mel frames that go through the convolutions together (``n_window``).
+        long_audio: one of ``plan.LONG_AUDIO``.
+        notes: how many recordings were changed on the way, and how.
+    """
+
+    rate: int
+    hop: int
+    window: int
+    limit: int
+    half_chunk: int
+    long_audio: str = "cut"
+    notes: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, long_audio: str = "cut") -> Listening:
+        """From the encoder's own configuration files.
+
+        Raises:
+            CheckpointError: if the checkpoint has none, or another encoder than ESPnet's.
+        """
+        assert long_audio in LONG_AUDIO, f"long_audio {long_audio!r}"
+        extractor = read_settings(checkpoint, "preprocessor_config")
+        audio = audio_settings(checkpoint)
+        try:
+            return cls(
+                rate=int(extractor["sampling_rate"]),
+                hop=int(extractor["hop_length"]),
+                window=int(extractor["n_fft"]),
+                limit=int(extractor.get("n_samples") or extractor["chunk_length"] * extractor["sampling_rate"]),
+                half_chunk=int(audio["n_window"]),
+                long_audio=long_audio,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path}/continuous_audio: its configuration lacks {error}; expected the files of Qwen3-Omni; "
+                "convert the checkpoint again"
+            ) from error
+
+    def prepare(self, wav: np.ndarray, rate: int) -> np.ndarray:
+        """[n] or [channels, n] samples at ``rate`` -> [m] float32 at the encoder's rate: first channel, cut, resampled.
+
+        The scale does not matter, since features are normalised.
+
+        Raises:
+            DataError: if it is too short for one frame, or too long where ``long_audio`` is ``refuse``.
+        """
+        length = wav.shape[-1]
+        if length > self.limit and self.long_audio != "whole":
+            allowed = f"{self.limit} samples ({self.limit / rate:.1f} s at {rate} Hz)"
+            if self.long_audio == "refuse":
+                raise DataError(
+                    f"the audio has {length} samples ({length / rate:.1f} s), more than the {allowed} that the model was "
+                    "trained on; split it, or choose long_audio cut or whole"
+                )
+            self.notes[f"recordings cut to their first {allowed}, as ESPnet does"] += 1
+            wav = wav[..., : self.limit]
+        wav = mono_at(wav, rate, self.rate, self.notes)
+        shortest = max(self.window // 2 + 1, self.hop)
+        if len(wav) < shortest:
+            raise DataError(
+                f"the audio has {len(wav)} samples at {self.rate} Hz, but the audio encoder needs at least {shortest} "
+                f"({1000 * shortest / self.rate:.1f} ms)"
+            )
+        return wav
+
+    def rows(self, samples: int) -> int:
+        """Rows of the prompt that ``samples`` samples at the encoder's rate take."""
+        return self.rows_of_frames(samples // self.hop)
+
+    def rows_of_frames(self, frames: int) -> int:
+        """Rows of ``frames`` mel frames: three halvings of every chunk, as transformers counts them for Qwen3-Omni."""
+        chunks, rest = divmod(frames, 2 * self.half_chunk)
+        halved = rest
+        for _ in range(3):
+            halved = (halved - 1) // 2 + 1
+        # A whole chunk of the released geometry has 100 frames; transformers writes its 13 rows as a number.
+        return chunks * 13 + halved
+
+
+def audio_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The audio encoder's part of its config.json. CheckpointError as ``Listening.of``."""
+    config = read_settings(checkpoint, "config")
+    audio = config.get("thinker_config", config).get("audio_config", config)
+    if audio.get("model_type") != ENCODER:
+        raise CheckpointError(
+            f"{checkpoint.path}: the audio encoder is of type {audio.get('model_type')!r}; only {ENCODER!r} can be run"
+        )
+    return audio
+
+
+def read_settings(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """``config`` or ``preprocessor_config`` of the encoder. CheckpointError if the conversion did not find it."""
+    facts = checkpoint.continuous_audio
+    if facts is None:
+        raise CheckpointError(f"{checkpoint.path}: the checkpoint has no continuous audio encoder")
+    if facts[name] is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {name}.json of the audio encoder {facts['encoder']} was not on the machine where the "
+            f"checkpoint was converted, so audio input cannot be read; `hf download {facts['encoder']} config.json "
+            "preprocessor_config.json` and convert again"
+        )
+    path = Path(checkpoint.path) / facts[name]
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; convert the checkpoint again") from error

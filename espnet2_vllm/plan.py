@@ -11,7 +11,6 @@ import numpy as np
 from .layout import Layout
 from .protocol import Rules
 
-
 # What to do with a recording that is longer than what the model was trained on: ESPnet's cut, an error, or all of it.
 LONG_AUDIO = ("cut", "refuse", "whole")
 
@@ -175,7 +174,8 @@ class Hypothesis:
     requests: tuple[tuple[RowRequest, RowResult], ...] = ()
 
 
-OK, LENGTH, NO_AUDIO, REFUSED = "ok", "length", "no_audio", "refused"
+OK, LENGTH, NO_AUDIO, ABORT, REFUSED = OUTCOMES = "ok", "length", "no_audio", "abort", "refused"
+FAILED = (ABORT, REFUSED)  # outcomes that leave no result
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ class Result:
     """Outcome of one utterance: exactly one for each key.
 
     Attributes:
-        outcome: ``ok``, ``length`` (cut by the context), ``no_audio`` (audio was asked for and none came) or ``refused``.
+        outcome: ``ok`` (everything ended by itself), ``length`` (cut by the most rows allowed or by the context; what was there
+            is in the result), ``no_audio`` (audio was asked for and none came), ``abort`` (the engine gave a request up after it
+            had begun) or ``refused`` (it could not be decoded at all).
         reason: why, when it is not ``ok``.
     """
 

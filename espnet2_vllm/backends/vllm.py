@@ -11,6 +11,7 @@ import numpy as np
 
 from ..engine import channel
 from ..engine.compat import engine_version
+from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.tap import TAP
 from ..errors import EngineError
@@ -75,6 +76,7 @@ class VllmEngine:
             raise EngineError(f"vLLM did not start with the engine options {options}: {error}") from error
         self.max_rows = config.model_config.max_model_len
         self._seats = config.scheduler_config.max_num_seqs
+        self._dtype = config.model_config.dtype
         self._requests: dict[str, RowRequest] = {}
         self._fresh: list[tuple[str, np.ndarray]] = []
         self._count = 0
@@ -146,6 +148,8 @@ class VllmEngine:
         auxiliary = np.ascontiguousarray(rows[:, 1:], dtype="<i4")
         if auxiliary.any():
             args["auxiliary"] = auxiliary.tobytes()
+        if request.continuous:
+            args["continuous"] = to_parts(request.continuous, self._dtype)
         if self.keep_logits:
             args["tap"] = name
         if request.stream is not None:

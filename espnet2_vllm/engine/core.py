@@ -14,6 +14,7 @@ from ..errors import EngineError
 from ..layout import Layout
 from ..protocol import AUDIO, BagpiperRules, OpusLMRules
 from . import channel
+from .continuous import ContinuousRows
 from .heads import AuxiliaryHeads, primary_masks
 from .pairs import Pairs, Partners, merge
 from .phases import make_phases
@@ -86,6 +87,7 @@ class SpeechCore:
         self.stream_codes = torch.tensor(channel.stream_codes(streams), dtype=torch.int64, device=device)
         self.auxiliary_streams = torch.arange(1, streams, device=device)
         self.pairs = Pairs(num_slots, device)
+        self.continuous = ContinuousRows(weights.embedding.shape[1], weights.embedding.dtype, device)
         self._topk: dict[int, int] = {}
         self._pending: list[tuple[int, int, np.ndarray]] = []
 
@@ -97,7 +99,7 @@ class SpeechCore:
 
         Args:
             name: the engine's id of the request.
-            args: ``extra_args["speechlm"]``: rules, seed, auxiliary ids of the prompt.
+            args: ``extra_args["speechlm"]``: rules, seed, auxiliary ids and continuous rows of the prompt.
             prompt_rows: rows of the original prompt.
             resume: of a request that comes back after preemption: ``state`` of its protocol and ``auxiliary`` ids [n, S-1] of
                 the rows behind the prompt, as fed.
@@ -113,6 +115,7 @@ class SpeechCore:
             self._topk[slot] = max_topk(rules)
         else:
             self.phases.add_companion(slot)
+        self.continuous.add(slot, args.get("continuous", ()))
         prompt = auxiliary_from_bytes(self.layout, args.get("auxiliary"), prompt_rows)
         # The slot's last tenant left its ids behind: every position that is read before it is written must be cleared.
         self._pending.append(
@@ -129,6 +132,7 @@ class SpeechCore:
     def remove(self, name: str, slot: int) -> None:
         self.pairs.remove(name)
         self._topk.pop(slot, None)
+        self.continuous.remove(slot)
 
     def flush(self) -> None:
         """Writes what ``add`` staged; once a step, before ``embed``."""

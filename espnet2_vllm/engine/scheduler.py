@@ -17,6 +17,7 @@ from ..protocol import AUDIO, replay
 from . import channel
 from .blocks import QuietBlocks
 from .compat import is_stale, layout_of
+from .continuous import places, rows_between
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
 from .streams import Stream
@@ -29,7 +30,7 @@ class SpeechScheduler(AsyncScheduler):
 
     A step's rows of all streams are recorded as they come back. Blocks that hold audio positions mix a digest of their auxiliary
     ids into the block hash, so that equal primary ids with different codes never share. A request that comes back after
-    preemption carries its history and the state of its protocol to the worker.
+    preemption carries its history and the state of its protocol to the worker. The same goes for continuous rows of prompts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,6 +40,7 @@ class SpeechScheduler(AsyncScheduler):
         self.kv_cache_manager = QuietBlocks(self.kv_cache_manager, self.block_size)
         self.history = History(self.layout.num_streams, self.max_model_len)
         self._prompts: dict[str, np.ndarray] = {}
+        self._continuous: dict[str, list[tuple[int, int, bytes]]] = {}
         # Requests whose next rows may be in the text phase, which needs the whole vocabulary.
         self._text: set[str] = set()
         self._streams: dict[str, Stream] = {}
@@ -70,6 +72,8 @@ class SpeechScheduler(AsyncScheduler):
             prompt = auxiliary_from_bytes(self.layout, args.get("auxiliary"), request.num_prompt_tokens)
             if prompt is not None:
                 self._prompts[request.request_id] = prompt
+            if "continuous" in args:
+                self._continuous[request.request_id] = places(args["continuous"])
             if starts_with_text(args["rules"]):
                 self._text.add(request.request_id)
             if "stream" in args:
@@ -110,9 +114,12 @@ class SpeechScheduler(AsyncScheduler):
         return block_hashes
 
     def _digest(self, request: Request, start: int, stop: int) -> bytes:
-        """Digest of the auxiliary ids at positions [start, stop) as fed; empty if there are none."""
+        """Digest of auxiliary ids as fed and of continuous rows at positions [start, stop); empty if there are none."""
         auxiliary = self.auxiliary(request, start, stop)
-        return hashlib.blake2b(auxiliary.tobytes(), digest_size=16).digest() if auxiliary.any() else b""
+        continuous = rows_between(self._continuous.get(request.request_id, ()), start, stop)
+        if not (continuous or auxiliary.any()):
+            return b""
+        return hashlib.blake2b(auxiliary.tobytes() + continuous, digest_size=16).digest()
 
     def auxiliary(self, request: Request, start: int, stop: int) -> np.ndarray:
         """[stop - start, S-1] auxiliary ids as fed, prompt and generated rows alike."""
@@ -231,12 +238,13 @@ class SpeechScheduler(AsyncScheduler):
         return result
 
     def _known(self) -> set[str]:
-        return {*self.history, *self._prompts, *self._text, *self._streams}
+        return {*self.history, *self._prompts, *self._continuous, *self._text, *self._streams}
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self.history.close(request_id)
             self._prompts.pop(request_id, None)
+            self._continuous.pop(request_id, None)
             self._text.discard(request_id)
             self._streams.pop(request_id, None)
 

@@ -70,6 +70,9 @@ class SpeechCPURunner(CPUModelRunner):
         self.core.flush()
         slots = torch.repeat_interleave(self._batch_slots, torch.from_numpy(counts), output_size=total)
         embeds = self.core.embed(self.input_ids.gpu[:total].long(), slots, positions[:total].long())
+        if self.core.continuous:
+            batch_slots, computed = self._batch_slots.numpy(), self._positions - counts
+            self.core.continuous.write(embeds, batch_slots, self._starts[:-1], computed, counts)
         if num_input_tokens > total:
             embeds = torch.nn.functional.pad(embeds, (0, 0, 0, num_input_tokens - total))
         return (token_ids, embeds, positions, *rest)

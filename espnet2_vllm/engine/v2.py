@@ -74,6 +74,7 @@ class SpeechModelState(DefaultModelState):
                 input_batch.idx_mapping[:requests],
                 input_batch.query_start_loc,
             )
+            self._embed_continuous(input_batch)
             return inputs
         starts = input_batch.query_start_loc[: requests + 1].long()
         slots = torch.repeat_interleave(
@@ -81,7 +82,18 @@ class SpeechModelState(DefaultModelState):
         )
         positions = input_batch.positions[:total].long()
         self.embeds[:total] = self.core.embed(input_batch.input_ids[:total].long(), slots, positions)
+        self._embed_continuous(input_batch)
         return inputs
+
+    def _embed_continuous(self, input_batch: Any) -> None:
+        if self.core.continuous:
+            self.core.continuous.write(
+                self.embeds,
+                input_batch.idx_mapping_np[: input_batch.num_reqs],
+                input_batch.query_start_loc_np,
+                input_batch.num_computed_tokens_np,
+                input_batch.num_scheduled_tokens,
+            )
 
     def fused_serves(self) -> bool:
         """Whether this step's rows are sampled by the kernels; the plain path needs the whole vocabulary's logits."""

@@ -4,6 +4,7 @@ The tests of the vllm backend call them; ``served_check.py`` does where a proces
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import served as cases
@@ -145,6 +146,27 @@ def shared_text(world: World, served: Served) -> None:
         rows = np.concatenate([text, audio, cases.header(layout, "audio")])
         world.check(served.run(world.add(name, rows, world.fixed("audio", 12, 0))))
     assert served.hits == {"clip 1": 0, "clip 2": 2 * BLOCK}
+
+
+def same_sound(world: World, served: Served) -> None:
+    """A clip that comes again is found in the cache, one that sounds otherwise is not, and clips are told apart by their place."""
+    layout, rng = world.layout, world.rng
+    rows = np.concatenate([cases.text_rows(layout, rng, BLOCK + 7 + 2 * BLOCK + 5), cases.header(layout, "audio")])
+    rules, clip = world.fixed("audio", 12, 0), cases.sound(rng, BLOCK + 7, 2 * BLOCK)
+    vectors = clip.vectors.clone()
+    vectors[-1] *= 0.5
+    first = world.add("clip", rows, rules, clip)
+    requests = [
+        (first, 0),
+        (replaced(first, "clip/again"), 3 * BLOCK),
+        (world.add("other", rows, rules, cases.sound(rng, clip.start, clip.count)), BLOCK),
+        (world.add("end altered", rows, rules, replace(clip, vectors=vectors)), BLOCK),
+        (world.add("a row later", rows, rules, replace(clip, start=clip.start + 1)), BLOCK),
+    ]
+    for request, hits in requests:
+        world.check(served.run(request))
+        assert served.hits[request.request_id] == hits, request.request_id
+    served.assert_empty()
 
 
 def fed_rows(world: World, request: cases.RowRequest) -> np.ndarray:

@@ -15,12 +15,13 @@ from espnet2_vllm.backends.pytorch import PyTorchEngine
 from espnet2_vllm.backends.vllm import VllmEngine
 from espnet2_vllm.engine.noise import gumbel
 from espnet2_vllm.layout import Layout
-from espnet2_vllm.plan import RowRequest, RowResult
+from espnet2_vllm.plan import Continuous, RowRequest, RowResult
 from espnet2_vllm.protocol import PHASES, BagpiperRules, ModalityRules, OpusLMRules, Rules, Sampling, replay
 
 MARGIN = 1e-3
 LOGPROB_TOLERANCE = 5e-4  # logits of some of the models reach 70: the last bits of float32, over temperature 0.5
 CONTEXT, BLOCK, SEATS = 256, 32, 12
+HIDDEN = 64  # of all recorded models
 # Fewer blocks than as many requests need, so that a full batch preempts.
 TIGHT = {"max_model_len": CONTEXT, "block_size": BLOCK, "max_num_seqs": SEATS, "num_gpu_blocks_override": 10}
 DRAWN = Sampling(0.8, 20)
@@ -72,20 +73,57 @@ def rules(layout: Layout, rng: random.Random, modality: str = "audio", longest: 
     return BagpiperRules(layout, tuple(enforce), block(), block() if rng.random() < 0.9 else None)
 
 
+def sound(rng: random.Random, start: int, count: int) -> Continuous:
+    """Continuous rows as an encoder might give them."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(63))
+    return Continuous(start, count, vectors=torch.randn(count, HIDDEN, generator=generator))
+
+
+def with_sound(layout: Layout, request: RowRequest, *parts: Continuous) -> RowRequest:
+    """``request`` with continuous rows in its prompt."""
+    rows = request.prompt.copy()
+    for part in parts:
+        rows[part.start : part.start + part.count] = layout.pad
+    return dataclasses.replace(request, prompt=rows, continuous=parts)
+
+
+def cropped(continuous: tuple[Continuous, ...], start: int, stop: int) -> tuple[Continuous, ...]:
+    """What lies within rows [start, stop), counted from there."""
+    kept = []
+    for part in continuous:
+        low, high = max(part.start, start), min(part.start + part.count, stop)
+        if low < high:
+            vectors = part.vectors[low - part.start : high - part.start]
+            kept.append(Continuous(low - start, high - low, vectors=vectors))
+    return tuple(kept)
+
+
 def random_request(layout: Layout, rng: random.Random, name: str, **options) -> RowRequest:
     modality = rng.choice(["text", "audio", "audio"])
     rows = prompt(layout, rng, rng.randint(2, 70), modality)
-    return RowRequest(name, rows, rules(layout, rng, modality, **options), rng.getrandbits(63))
+    made = RowRequest(name, rows, rules(layout, rng, modality, **options), rng.getrandbits(63))
+    if layout.family == "opuslm" or rng.random() < 0.5 or len(rows) < 6:
+        return made
+    marks = sorted(rng.sample(range(len(rows)), rng.choice([2, 4])))
+    parts = [sound(rng, a, b - a) for a, b in zip(marks[::2], marks[1::2], strict=True)]
+    return with_sound(layout, made, *parts)
 
 
 def relative(layout: Layout, rng: random.Random, name: str, other: RowRequest) -> RowRequest:
-    """A request whose prompt begins as ``other``'s, but for one auxiliary id perhaps."""
+    """A request whose prompt begins as ``other``'s, but for one auxiliary id or the sound of a clip perhaps."""
     made = random_request(layout, rng, name)
     rows = other.prompt[: rng.randint(1, len(other.prompt))].copy()
-    if rng.random() < 0.5:
+    heard = list(cropped(other.continuous, 0, len(rows)))
+    if heard and rng.random() < 0.5:
+        place = rng.randrange(len(heard))
+        heard[place] = sound(rng, heard[place].start, heard[place].count)
+    elif rng.random() < 0.5:
         stream = rng.randint(1, layout.num_streams - 1)
         rows[rng.randrange(len(rows)), stream] = rng.choice(layout.auxiliary_candidates()[stream - 1])
-    return replaced(made, name, prompt=np.concatenate([rows, made.prompt])[-CONTEXT // 2 :])
+    heard += [dataclasses.replace(part, start=part.start + len(rows)) for part in made.continuous]
+    rows = np.concatenate([rows, made.prompt])
+    first = max(len(rows) - CONTEXT // 2, 0)
+    return replaced(made, name, prompt=rows[first:], continuous=cropped(tuple(heard), first, len(rows)))
 
 
 def forced_request(layout: Layout, rng: random.Random, name: str) -> RowRequest:
@@ -275,7 +313,7 @@ class Served:
         left = {
             "requests": list(scheduler.requests), "running": scheduler.running, "waiting": list(scheduler.waiting),
             "history": list(scheduler.history), "prompts": list(scheduler._prompts), "text": scheduler._text,
-            "streams": scheduler._streams,
+            "streams": scheduler._streams, "continuous": scheduler._continuous,
             **self._left_in_runner(),
         }  # fmt: skip
         assert not any(left.values()), {name: value for name, value in left.items() if value}
@@ -290,7 +328,12 @@ class Served:
         else:
             free, core = self.runner._free_slots, self.runner.core
             own = {"slots": self.runner._slots, "wanted": self.runner._predictions, "known": self.runner.requests}
-        return own | {"topk": core._topk, "mates": core.pairs._slots, "seats": set(range(SEATS)) - set(free)}
+        return own | {
+            "topk": core._topk,
+            "mates": core.pairs._slots,
+            "sound": core.continuous._slots,
+            "seats": set(range(SEATS)) - set(free),
+        }
 
     def close(self) -> None:
         self.engine.close()
@@ -327,9 +370,11 @@ class World:
         served.forget()
         return served
 
-    def add(self, name: str, rows: np.ndarray, made: Rules) -> RowRequest:
-        """A request with clear choices, of a seed that gives some."""
-        return self.oracle.clear(lambda: RowRequest(name, rows, made, self.rng.getrandbits(63)))
+    def add(self, name: str, rows: np.ndarray, made: Rules, *parts: Continuous) -> RowRequest:
+        """A request with clear choices, of a seed that gives some; ``parts`` are its continuous rows."""
+        return self.oracle.clear(
+            lambda: with_sound(self.layout, RowRequest(name, rows, made, self.rng.getrandbits(63)), *parts)
+        )
 
     def forced(self, count: int) -> list[RowRequest]:
         """Teacher forcing (OpusLM)."""

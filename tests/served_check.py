@@ -57,6 +57,8 @@ def main(directory: str, *settings: str) -> None:
         (scenarios.play, SEED),
     ]
     cached = [(scenarios.same_prompt_again,), (scenarios.equal_primary_ids, (BLOCK + 1,)), (scenarios.second_turn,)]
+    if world.layout.family == "bagpiper":
+        cached.append((scenarios.same_sound,))
     if world.layout.family == "opuslm":
         forced = world.forced(4)
         pressed += [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]

@@ -124,6 +124,11 @@ def test_rows_are_cached_as_fed_not_as_emitted(worlds, setting):
     scenarios.as_fed_not_as_emitted(worlds["bagpiper"], worlds["bagpiper"].engine(setting))
 
 
+@CACHED
+def test_sound_is_shared_with_the_same_sound_only(worlds, setting):
+    scenarios.same_sound(worlds["bagpiper"], worlds["bagpiper"].engine(setting))
+
+
 # -- sampling ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("setting", ["sync", "async"])
 @FAMILIES

@@ -21,5 +21,13 @@ class CheckpointError(SpeechLMError):
     """A checkpoint that is missing, incomplete, of the wrong family or inconsistent with its own description."""
 
 
+class CodecError(SpeechLMError):
+    """A clip that the codec could not decode. Other clips go on."""
+
+
 class EngineError(SpeechLMError):
     """The inference engine is missing, unsupported, or refused a request."""
+
+
+class AbortError(EngineError):
+    """The engine gave up a request that it had begun. Other requests go on; the same request may well succeed later."""

@@ -9,9 +9,22 @@ from dataclasses import dataclass, field
 
 from ..decoding import DecodingConfig
 from ..drive import Driver, draw_seed, drive, drive_again, more_hypotheses
-from ..errors import ConfigError, DataError, EngineError, SpeechLMError
+from ..errors import AbortError, ConfigError, DataError, SpeechLMError
 from ..layout import Layout
-from ..plan import LATER, LENGTH, NO_AUDIO, OK, REFUSED, Hypothesis, Result, RowResult, Segment, Utterance
+from ..plan import (
+    ABORT,
+    LATER,
+    LENGTH,
+    NO_AUDIO,
+    OK,
+    OUTCOMES,
+    REFUSED,
+    Hypothesis,
+    Result,
+    RowResult,
+    Segment,
+    Utterance,
+)
 from .base import Engine, Outcome
 
 Unreadable = tuple[str, SpeechLMError]
@@ -138,7 +151,7 @@ class _Run:
             if isinstance(outcome, SpeechLMError):
                 raise outcome
             if outcome is not None and outcome.finish == "abort":
-                raise EngineError(f"{job.utterance.key}: the engine dropped the request")
+                raise AbortError(f"{job.utterance.key}: the engine dropped the request")
             request = next(driver) if outcome is None else driver.send(outcome)
             self.engine.submit(request)
         except StopIteration as stop:
@@ -157,7 +170,8 @@ class _Run:
             self.running.pop(request_id)[2].close()
         job.requests.clear()
         job.refused = True
-        self.finished.append(Result(job.utterance.key, (), REFUSED, str(error), job.utterance))
+        outcome = ABORT if isinstance(error, AbortError) else REFUSED
+        self.finished.append(Result(job.utterance.key, (), outcome, str(error), job.utterance))
 
     def _complete(self, job: _Job, index: int, hypothesis: Hypothesis) -> None:
         job.hypotheses[index] = hypothesis
@@ -177,13 +191,13 @@ class _Run:
 def outcome_of(layout: Layout, config: DecodingConfig, hypotheses: Iterable[Hypothesis]) -> tuple[str, str]:
     """The worst thing that happened in any segment of any hypothesis, and what it was.
 
-    From bad to worse: ``ok``, ``length`` (the context was full), ``no_audio`` (audio was asked for, or begun, and not one frame
-    came), ``refused`` (the model announced what cannot be decoded).
+    From bad to worse: ``ok``, ``length`` (a segment was cut: by the most rows that the settings allow, or by the context),
+    ``no_audio`` (audio was asked for, or begun, and not one frame came), ``refused`` (the model announced what cannot be decoded).
     """
     found = [problem for h in hypotheses for problem in _problems(layout, config, h)]
     if not found:
         return OK, ""
-    return max(found, key=lambda problem: (LENGTH, NO_AUDIO, REFUSED).index(problem[0]))
+    return max(found, key=lambda problem: OUTCOMES.index(problem[0]))
 
 
 def _problems(layout: Layout, config: DecodingConfig, hypothesis: Hypothesis) -> Iterator[tuple[str, str]]:
@@ -196,6 +210,8 @@ def _problems(layout: Layout, config: DecodingConfig, hypothesis: Hypothesis) ->
             yield NO_AUDIO, f"{where} has {len(segment.rows)} rows and no whole frame (it ended by {segment.end})"
         if segment.end == "context":
             yield LENGTH, f"{where} was cut after {len(segment.rows)} rows, because the context of the model is full"
+        if segment.end in ("max_rows", "forced"):
+            yield LENGTH, f"{where} was cut after {len(segment.rows)} rows, the most that {config.source} allows"
     asked = config.enforce_modality.count("audio") if layout.family == "bagpiper" else 0
     if asked > sum(segment.modality == "audio" for segment in generated):
         reached = ", ".join(segment.name for segment in generated) or "no segment"

@@ -14,7 +14,7 @@ from ..engine.compat import engine_version
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.tap import TAP
-from ..errors import EngineError
+from ..errors import AbortError, EngineError
 from ..plan import RowRequest, RowResult
 from ..protocol import BagpiperRules
 from ..protocol.bagpiper import MAX_ENFORCED
@@ -197,13 +197,13 @@ class VllmEngine:
             return self._predicted(output, request, logits)
         finish = {"stop": "stop", "length": "length"}.get(output.outputs[0].finish_reason, "abort")
         if output.kv_transfer_params is None:
-            return EngineError(
+            return AbortError(
                 f"{request.request_id}: the engine gave the request up ({output.outputs[0].finish_reason})"
             )
         codes, logprobs = output.kv_transfer_params[EXTRA_ARGS]
         codes = np.frombuffer(codes, dtype="<i4").reshape(-1, self.layout.num_streams)
         if (codes[:, 0] & channel.SPLIT).any():
-            return EngineError(
+            return AbortError(
                 f"{request.request_id}: a row was sampled without its companion; the engine's log says which"
             )
         rows = channel.decode(codes)

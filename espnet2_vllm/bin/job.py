@@ -17,8 +17,8 @@ from .. import __version__
 from ..drive import draw_seed
 from ..errors import CheckpointError, SpeechLMError
 from ..io.journal import Record, digest, earlier_settings
-from ..io.results import Draft, ResultWriter, Speech
-from ..plan import LENGTH, NO_AUDIO, OK, REFUSED, Utterance
+from ..io.results import OUTSIDE, Draft, ResultWriter, Speech
+from ..plan import FAILED, OK, OUTCOMES, Utterance
 from .options import RANDOM_SEED
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ Item = Utterance | tuple[str, SpeechLMError]
 _STORED_TOGETHER = 16  # results whose waveforms one call of the codec makes, at most
 _BACKLOG = 64  # results that may wait for their waveforms before the engine waits for them
 _LOG_SECONDS = 30.0  # between two lines of progress where there is no terminal
-_NAMED_FAILURES = 20  # refused keys that the last lines name
+_NAMED_FAILURES = 20  # keys without a result that the last lines name
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Tally:
     taken_over: int = 0
     rows: int = 0
     audio_seconds: float = 0.0
-    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: Record, *, taken_over: bool = False) -> None:
         self.outcomes[record.outcome] += 1
-        if record.outcome == REFUSED:
-            self.refused[record.key] = record.reason
+        if record.outcome in FAILED:
+            self.failed[record.key] = record.reason
         if taken_over:
             self.taken_over += 1
         else:
@@ -65,9 +65,7 @@ class Tally:
 
     def summary(self, seconds: float) -> str:
         """Counts by outcome, rows a second, and seconds of decoding for one second of generated audio."""
-        counts = ", ".join(
-            f"{self.outcomes[name]} {name}" for name in (OK, LENGTH, NO_AUDIO, REFUSED) if self.outcomes[name]
-        )
+        counts = ", ".join(f"{self.outcomes[name]} {name}" for name in OUTCOMES if self.outcomes[name])
         parts = [f"{self.total} utterances: {counts or 'none'}"]
         if self.taken_over:
             parts.append(f"{self.taken_over} of them taken over from an earlier run")
@@ -86,9 +84,9 @@ def run_job(
     speech: Speech | None,
     seed: int,
     nbest: int = 1,
-    make_tower: Callable[[], AudioTower] | None = None,
     in_flight: int = 1024,
     total: int = 0,
+    make_tower: Callable[[], AudioTower] | None = None,
 ) -> Tally:
     """Decodes ``items`` and writes everything that ``writers`` have to write.
 
@@ -96,14 +94,14 @@ def run_job(
     does not wait for the codec.
 
     Args:
-        make_tower: what encodes continuous rows; called when the first sound comes.
         items: utterances, or (key, error) for those that could not be read, each with the writer of its results.
         total: number of items, for the progress display.
+        make_tower: what encodes continuous rows; called when the first sound comes.
 
     Raises:
-    from ..audio.ahead import encoded
         SpeechLMError: what ends the job as a whole. The journals then hold all that was finished.
     """
+    from ..audio.ahead import encoded
     from ..backends import decode
 
     tally = Tally()
@@ -119,11 +117,11 @@ def run_job(
                 continue
             begun[key] = writer, time.monotonic()
             yield item
-        utterances = fresh() if make_tower is None else encoded(fresh(), make_tower)
 
     with Progress(total, tally) as progress, Store(speech, tally) as store:
+        utterances = fresh() if make_tower is None else encoded(fresh(), make_tower)
         results = decode(
-            engine, fresh(), config, seed=seed, nbest=nbest, in_flight=in_flight, on_progress=progress.update
+            engine, utterances, config, seed=seed, nbest=nbest, in_flight=in_flight, on_progress=progress.update
         )
         for result in results:
             writer, since = begun.pop(result.key)
@@ -173,10 +171,11 @@ class Store:
         for writer, draft in batch:
             record = writer.commit(draft, [next(wavs) for _ in draft.clips])
             records.append(record)
-            if record.outcome == REFUSED:
-                log.error("%s: refused: %s", record.key, record.reason)
-            elif record.outcome != OK:
-                log.warning("%s: %s: %s", record.key, record.outcome, record.reason)
+            if record.outcome != OK:
+                level = logging.ERROR if record.outcome in FAILED else logging.WARNING
+                log.log(level, "%s: %s: %s", record.key, record.outcome, record.reason)
+            if record.outside:
+                log.warning("%s: %d %s", record.key, record.outside, OUTSIDE)
         return records
 
 
@@ -217,16 +216,16 @@ class Progress:
 
 
 def report(tally: Tally, seconds: float, where: str) -> int:
-    """Logs what came out; returns the exit code: 0 if no utterance was refused, else 1."""
+    """Logs what came out; returns the exit code: 0 if every utterance has a result, else 1."""
     for note, count in sorted(tally.notes.items()):
         if count:
             log.warning("%d %s", count, note)
-    for key, reason in list(tally.refused.items())[:_NAMED_FAILURES]:
+    for key, reason in list(tally.failed.items())[:_NAMED_FAILURES]:
         log.error("no result for %s: %s", key, reason)
-    if len(tally.refused) > _NAMED_FAILURES:
-        log.error("no result for %d more; the journal names them", len(tally.refused) - _NAMED_FAILURES)
+    if len(tally.failed) > _NAMED_FAILURES:
+        log.error("no result for %d more; the journal names them", len(tally.failed) - _NAMED_FAILURES)
     log.info("%s; results in %s", tally.summary(seconds), where)
-    return 1 if tally.refused else 0
+    return 1 if tally.failed else 0
 
 
 def load_fitting_codec(description: CodecDescription, base_dir: Path, layout: Layout, device: str) -> Codec:

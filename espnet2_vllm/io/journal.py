@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..plan import REFUSED, Given, Utterance
+from ..plan import FAILED, Given, Utterance
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Record:
         audio_seconds: duration of generated audio.
         files: paths relative to the journal's directory.
         ends: how each generated segment ended (``Segment.end``).
+        outside: audio ids that were no code of their stream; the codec got the nearest one.
         tokens: places (byte, count) of token arrays in ``tokens.i32``.
         result: JSON of the family's writer.
     """
@@ -62,6 +63,7 @@ class Record:
     ends: tuple[str, ...] = ()
     tokens: tuple[tuple[int, int], ...] = ()
     result: Any = None
+    outside: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
@@ -79,11 +81,11 @@ def digest(utterance: Utterance) -> str:
             rows = np.zeros((0, 0)) if array is None else array
             state.update(f"{rows.shape}\n".encode())
             state.update(np.ascontiguousarray(rows, dtype="<i4").tobytes())
-    return state.hexdigest()
-
         for heard in part.continuous if isinstance(part, Given) else ():
             state.update(f"{heard.start} {heard.count}\n".encode())
             state.update(np.ascontiguousarray(heard.wav, dtype="<f4").tobytes())
+    return state.hexdigest()
+
 
 def earlier_settings(directory: Path) -> dict[str, Any] | None:
     """Settings that the journal in ``directory`` was written under; None if there is no journal, or no readable one."""
@@ -129,11 +131,11 @@ class Journal:
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def finished(self, key: str, input_digest: str) -> bool:
-        """Whether ``key`` was decoded from the same rows, not refused, and its files are still there."""
+        """Whether ``key`` was decoded from the same rows, did not fail, and its files are still there."""
         record = self.records.get(key)
         return (
             record is not None
-            and record.outcome != REFUSED
+            and record.outcome not in FAILED
             and record.input == input_digest
             and all(start + count * _TOKEN_BYTES <= self._tokens.tell() for start, count in record.tokens)
             and all((self.directory / name).is_file() for name in record.files)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..layout import Layout
-from ..plan import REFUSED, Hypothesis, Result
+from ..plan import FAILED, REFUSED, Hypothesis, Result
 from .journal import Journal, Record, digest
 from .scores import Scores, scores_file, scores_of, write_scores
 
@@ -113,12 +113,14 @@ class ResultWriter(ABC):
             seconds=round(seconds, 3),
             ends=tuple(segment.end for segment in generated),
         )
-        if result.outcome == REFUSED:
+        if result.outcome in FAILED:
             return Draft(record)
+        outside = self.notes[OUTSIDE]
         try:
             draft = self._draft(result, record)
         except DataError as error:
             return Draft(replace(record, outcome=REFUSED, reason=str(error)))
+        draft = replace(draft, record=replace(draft.record, outside=self.notes[OUTSIDE] - outside))
         return replace(draft, scores=scores_of(self.layout, result.hypotheses)) if self.with_scores else draft
 
     @abstractmethod
@@ -156,12 +158,12 @@ class ResultWriter(ABC):
 
     @abstractmethod
     def finish(self, keys: Sequence[str]) -> None:
-        """Writes the result files with ``keys`` in their order, each once, leaving out those that were refused."""
+        """Writes the result files with ``keys`` in their order, each once, leaving out those that failed."""
 
     def written(self, keys: Sequence[str]) -> list[Record]:
         """Records of the keys that have results, in the order of ``keys``."""
         found = [self.journal.records.get(key) for key in keys]
-        return [record for record in found if record is not None and record.outcome != REFUSED]
+        return [record for record in found if record is not None and record.outcome not in FAILED]
 
     def name(self, file: str) -> str:
         """How result files name ``file``."""

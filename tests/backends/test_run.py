@@ -243,7 +243,7 @@ def test_a_dropped_request_is_not_success():
 
     layout = opuslm()
     found = run(Dropping(layout), [task(layout, "u")], opuslm_config())
-    assert (found["u"].outcome, found["u"].reason) == ("refused", "u: the engine dropped the request")
+    assert (found["u"].outcome, found["u"].reason) == ("abort", "u: the engine dropped the request")
 
 
 def test_a_key_that_comes_twice_is_an_error():
@@ -282,7 +282,7 @@ def eos_at(last):
         (eos_at(0), 9, "no_audio"),
         (eos_at(2), 9, "no_audio"),
         (never_ending, 2, "no_audio"),
-        (never_ending, 3, "ok"),
+        (never_ending, 3, "length"),
         (eos_at(3), 9, "ok"),
     ],
 )
@@ -302,7 +302,51 @@ def test_opuslm_audio_without_a_frame_is_no_audio():
     found = run(ScriptedEngine(layout), [task(layout, "u")], config)["u"]
     assert (found.outcome, found.hypotheses[0].segments[-1].end) == ("no_audio", "forced")
     text = run(ScriptedEngine(layout), [task(layout, "u", "text_bpe")], config)["u"]
-    assert text.outcome == "ok", "an empty text is a text"
+    assert text.outcome == "length", "an empty text is a text"
+
+
+def test_every_way_to_end_has_an_outcome_of_its_own():
+    """End, most rows, context, no frame, given up by the engine: of both families."""
+
+    class Dropping(ScriptedEngine):
+        def _run(self, request):
+            result = super()._run(request)
+            return RowResult(result.rows, result.logprobs, result.forced, "abort")
+
+    def eos_of_opuslm(request, number, constraint):
+        return (
+            (request.rules.layout.specials["eos"], 1, 1) if number == 5 else never_ending(request, number, constraint)
+        )
+
+    small = {"max_rows": 16}
+    layout = bagpiper()
+    one = lambda engine, **audio: run(  # noqa: E731
+        engine, [question(layout, "u")], bagpiper_config(["audio"], audio={"max_step": 40, **audio})
+    )["u"]
+    ends = [
+        (one(ScriptedEngine(layout, choose=eos_at(6))), "ok", "eos", 6),
+        (one(ScriptedEngine(layout, choose=never_ending)), "length", "max_rows", 40),
+        (one(ScriptedEngine(layout, choose=never_ending, **small)), "length", "context", 11),
+        (one(ScriptedEngine(layout, choose=eos_at(1))), "no_audio", "eos", 1),
+        (one(Dropping(layout)), "abort", None, 0),
+    ]
+    layout = opuslm()
+    one = lambda engine, maxlen=40: run(engine, [task(layout, "u")], opuslm_config(maxlen=maxlen))["u"]  # noqa: E731
+    ends += [
+        (one(ScriptedEngine(layout, choose=eos_of_opuslm)), "ok", "eos", 5),
+        (one(ScriptedEngine(layout, choose=never_ending)), "length", "forced", 37),
+        (one(ScriptedEngine(layout, choose=never_ending, max_rows=30)), "length", "context", None),
+        (one(ScriptedEngine(layout), layout.num_streams), "no_audio", "forced", 0),
+        (one(Dropping(layout)), "abort", None, 0),
+    ]
+    for number, (found, outcome, end, rows) in enumerate(ends):
+        assert found.outcome == outcome, (number, found)
+        assert bool(found.reason) == (outcome != "ok")
+        if end is None:
+            assert found.hypotheses == ()
+            continue
+        segment = found.hypotheses[0].segments[-1]
+        assert segment.end == end and (rows is None or len(segment.rows) == rows), (number, end, len(segment.rows))
 
 
 def test_what_the_context_cuts_is_length():

@@ -95,10 +95,10 @@ def test_what_cannot_be_written_is_refused_alone(tmp_path, monkeypatch, where):
     scripted(monkeypatch, "ok", "ok", "ok")
     writer = Writer(tmp_path, fail=f"{where} b")
     tally = run(writer, "abc")
-    assert writer.finished == ["a", "c"] and list(tally.refused) == ["b"]
+    assert writer.finished == ["a", "c"] and list(tally.failed) == ["b"]
     assert not (tmp_path / "b.wav").exists()
     again = Writer(tmp_path / "again")
-    assert run(again, "abc").refused == {}
+    assert run(again, "abc").failed == {}
 
 
 def test_a_failing_disk_ends_the_job_and_keeps_what_was_written(tmp_path, monkeypatch):

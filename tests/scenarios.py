@@ -337,7 +337,7 @@ def play(world: World, served: Served, seed: int) -> None:
             found[name] = outcome
             running.remove(name)
     served.scheduler.max_num_scheduled_tokens = budget
-    assert len(found) > len(world.requests)
+    assert len(found) > len(world.requests) // 2, "too few were left to compare"
     world.check(found)
     served.assert_empty()
 

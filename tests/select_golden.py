@@ -1,6 +1,6 @@
 """Makes tests/golden: ``python tests/select_golden.py RECORDINGS TARGET``.
 
-RECORDINGS is a full set of recordings, far larger than a repository should be. Of it are kept: three models, of their
+RECORDINGS is a full set of recordings, far larger than a repository should be. Of it are kept: four models, of their
 recordings some of each kind, and of the arrays what the tests compare. README.md in tests/golden tells what that is.
 """
 
@@ -38,7 +38,12 @@ BAGPIPER = {
         "sampling_0_audio_cfg1_top20 sampling_0_audio_cfg3_top20 sampling_0_audio_cfg3_top5 sampling_0_text_cfg1_top20",
         "tts dialogue",
         "",
-    )
+    ),
+    "qwen3-s4-cb32-contaudio": (
+        "cont_audio_text_then_audio multi_turn_both_audio_kinds sampling_0_text_cfg1_top20 two_cont_audio_to_text",
+        "asr_kaldi",
+        "",
+    ),
 }
 # OLMo-2's weights are what its recordings are here for: its waveforms are left out, and with them its own codec's weights.
 CODEC_OF = {"tiny-olmo2": "tiny-llama"}
@@ -46,7 +51,7 @@ WAVEFORMS = {"tiny-llama/plain_tts_eos": "writer.wav_", "tiny-llama/audio_dialog
 LOGIT_STEPS = {"tts_eos": 4, "enforce_text_audio_text_cut": 3}  # of other cases as few as tell whether all went well
 # What no test compares: ESPnet's scores, margins, and what follows from other arrays.
 UNUSED = re.compile(
-    r".*[._](scores_delay|segment_scores(\.hyp\d)?|logprob_delay|margin_delay|tokens_undelayed|margins)"
+    r"cont_encoder_out_.*|.*[._](scores_delay|segment_scores(\.hyp\d)?|logprob_delay|margin_delay|tokens_undelayed|margins)"
 )
 DISTRIBUTIONS = (0, 4, 7, 8, 9)  # cases of logits_to_tokens
 
@@ -105,6 +110,8 @@ def opuslm_model(source: pathlib.Path, target: pathlib.Path) -> None:
 
 def bagpiper_model(source: pathlib.Path, target: pathlib.Path) -> None:
     copy(source, target, "train.yaml", "mp_rank_00_model_states.pt", "backbone", "codec")
+    for path in source.glob("Qwen/*/*config.json"):  # of the audio encoder, whose weights are in the checkpoint
+        copy(source, target, str(path.relative_to(source)))
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""The continuous encoder against transformers' own forward pass, whatever is encoded together."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import golden_files
+
+from espnet2_vllm.audio.tower import AudioTower
+from espnet2_vllm.checkpoint import ensure_converted
+from espnet2_vllm.errors import CheckpointError
+
+TOLERANCE = 1e-4  # vectors of this model reach 8
+SECONDS = (0.0126, 0.1, 0.3, 0.99, 1.0, 1.01, 2.5, 7.99, 8.0, 8.01, 17.3)
+
+
+def checkpoint():
+    (config,) = golden_files("bagpiper/qwen3-s4-cb32-contaudio/train.yaml")
+    return ensure_converted(config.parent)
+
+
+@pytest.fixture(scope="module")
+def tower():
+    return AudioTower(checkpoint())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """transformers' own tower with the same weights, which attends window by window."""
+    made = AudioTower(checkpoint())
+    other = type(made._tower)._from_config(made._tower.config)
+    names = {name.replace(".self_attn.", ".self_attn."): value for name, value in made._tower.state_dict().items()}
+    other.load_state_dict(names)
+    return other.eval()
+
+
+def clip(rng: random.Random, seconds: float) -> np.ndarray:
+    samples = max(round(seconds * 16000), 201)
+    return np.random.default_rng(rng.getrandbits(32)).standard_normal(samples).astype(np.float32)
+
+
+@torch.inference_mode()
+def by_transformers(tower: AudioTower, plain, clips: list[np.ndarray]) -> list[np.ndarray]:
+    features = [tower.features(wav) for wav in clips]
+    frames = torch.tensor([len(mel) for mel in features])
+    joined = torch.from_numpy(np.concatenate(features).T.copy())
+    hidden = plain(joined, feature_lens=frames).last_hidden_state
+    vectors = torch.nn.functional.linear(hidden, *tower._adaptor)
+    return vectors.split([tower.listening.rows_of_frames(int(n)) for n in frames])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_encoded_together_are_transformers_own(tower, plain, seed):
+    """The clips of a prompt as one batch of transformers; prompts side by side do not influence each other."""
+    rng = random.Random(seed)
+    prompts = [[clip(rng, rng.choice(SECONDS)) for _ in range(rng.randint(1, 3))] for _ in range(5)]
+    prompts += [[], [clip(rng, 0.2), clip(rng, 0.1)], [prompts[0][0]]]
+    for clips, found in zip(prompts, tower.encode(prompts), strict=True):
+        assert len(found) == len(clips)
+        for mine, theirs in zip(found, by_transformers(tower, plain, clips) if clips else [], strict=True):
+            assert mine.shape == theirs.shape
+            assert (mine - theirs).abs().max() < TOLERANCE, seed
+
+
+def test_a_short_clip_depends_on_the_longest_of_its_prompt(tower):
+    """As in ESPnet: where frames do not halve evenly, the convolutions see what became of a chunk's padding."""
+    rng = random.Random(1)
+    short, long = clip(rng, 0.41), clip(rng, 1.5)
+    ((alone,), (beside, _)) = tower.encode([[short], [short, long]])
+    assert alone.shape == beside.shape
+    assert (alone - beside).abs().max() > 1e-2
+
+
+def test_windows_and_clips_do_not_hear_each_other(tower):
+    """A window is 8 s (800 mel frames, 104 rows)."""
+    rng = random.Random(2)
+    mel = tower.features(clip(rng, 17.0))
+    (whole,) = tower.encode_features([mel], 100)
+    changed = mel.copy()
+    changed[900:] += 1.0
+    (other,) = tower.encode_features([changed], 100)
+    assert torch.allclose(whole[:104], other[:104], atol=1e-5)
+    assert (whole[104:208] - other[104:208]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("seconds", [29.99, 30.0, 30.01, 60.0, 600.0])
+def test_long_clips_give_the_rows_that_were_promised(tower, seconds):
+    (vectors,) = tower.encode_features([np.zeros((round(seconds * 100), 128), np.float32)], 100)
+    assert len(vectors) == tower.listening.rows(round(seconds * 16000))
+
+
+def test_a_clip_that_comes_again_has_the_very_same_vectors(tower):
+    rng = random.Random(3)
+    again, others = clip(rng, 2.2), [clip(rng, 3.1) for _ in range(4)]
+    ((first,),) = tower.encode([[again]])
+    found = tower.encode([[other] for other in others] + [[again]])
+    assert torch.equal(found[-1][0], first)
+
+
+def test_bfloat16_is_the_models_dtype():
+    rng = random.Random(4)
+    sound = [[clip(rng, 1.2)]]
+    half, full = AudioTower(checkpoint(), dtype="bfloat16"), AudioTower(checkpoint())
+    ((a,),), ((b,),) = half.encode(sound), full.encode(sound)
+    assert a.dtype == torch.bfloat16
+    assert (a.float() - b).abs().max() < 0.05 * b.abs().max()
+
+
+def test_damaged_weights_are_named(tmp_path):
+    import dataclasses
+
+    opened = checkpoint()
+    facts = {**opened.continuous_audio, "weights": "missing.safetensors"}
+    with pytest.raises(CheckpointError, match="missing.safetensors: cannot be loaded"):
+        AudioTower(dataclasses.replace(opened, continuous_audio=facts))

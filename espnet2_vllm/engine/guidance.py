@@ -269,7 +269,7 @@ class GuidanceScheduler(SpeechScheduler):
 
     def _unit(self, request: Request) -> list[PairedRequest]:
         """A request and its mate, the main first."""
-        name = request.main_id or request.request_id
+        name = self._unit_name(request)
         return [r for r in (self.requests.get(name), self.companion_of.get(name)) if r is not None]
 
     def _preempt_unit(self, request: Request) -> None:
@@ -292,32 +292,25 @@ class GuidanceScheduler(SpeechScheduler):
     # -- seats --------------------------------------------------------------------------------------------------------
     def _seat_limit(self) -> int:
         """How many may run after this step's admissions: every guided main keeps a seat for its companion."""
-        running = len(self.running)
-        reserved = sum(
-            not self._main_runs(r) if r.is_companion else r.request_id in self.mains and not self._companion_runs(r)
-            for r in self.running
-        )
-        taken, admitted = running + reserved, 0
+        running, admitted = len(self.running), 0
+        units = {self._unit_name(request) for request in self.running}
+        taken = sum(self._unit_seats(name) for name in units)
         for request in self.waiting:
-            if request.is_companion:
-                need = 0 if self._main_runs(request) else 2
-            elif request.request_id in self.mains:
-                need = 1 if self._companion_runs(request) else 2
-            else:
-                need = 1
-            if taken + need > self.seats:
+            name = self._unit_name(request)
+            if name not in units:  # else the seat is there already, kept for it by its mate
+                taken += self._unit_seats(name)
+                units.add(name)
+            if taken > self.seats:
                 break
-            taken += need
             admitted += 1
         return min(running + admitted, self.seats)
 
-    def _companion_runs(self, main: Request) -> bool:
-        companion = self.companion_of.get(main.request_id)
-        return companion is not None and companion.status == RequestStatus.RUNNING
+    @staticmethod
+    def _unit_name(request: PairedRequest) -> str:
+        return request.main_id or request.request_id
 
-    def _main_runs(self, companion: Request) -> bool:
-        main = self.requests.get(companion.main_id)
-        return main is not None and main.status == RequestStatus.RUNNING
+    def _unit_seats(self, name: str) -> int:
+        return 2 if name in self.mains else 1
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         # vLLM must see a held member's step as a prompt chunk that is not the last.

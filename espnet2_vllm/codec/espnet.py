@@ -1,4 +1,4 @@
-"""ESPnet's GAN codecs (the DAC of the OpusLM models), through ESPnet's own AudioCoding.
+"""ESPnet's GAN codecs (DAC, which the OpusLM models use, EnCodec, SoundStream, FunCodec), through its own AudioCoding.
 
 Source: AudioCoding (espnet2/bin/gan_codec_inference.py), CodecTokenizer (espnet2/speechlm/tokenizer/).
 """
@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import yaml
 
 from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.locate import locate_directory, locate_file
-from espnet2_vllm.codec.torch_codec import TorchCodec, check_wav
+from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder
+from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
 from espnet2_vllm.errors import CheckpointError, ConfigError
 
 # Encoding and decoding run through the generator alone; released files may lack the parts used in training only.
@@ -35,12 +36,25 @@ class EspnetCodec(TorchCodec):
         available = info["num_streams"]
         super().__init__(
             sample_rate=info["fs"],
-            hop=info["frame_shift"],
+            hop=hop_of(model, info),
             num_codebooks=available if num_codebooks is None else min(available, num_codebooks),
             codebook_size=sizes.pop(),
             device=device,
         )
         self._model = model.to(self.device)
+        self._parts = SplitDecoder.of(self._model)
+
+    def features(self, clips: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        codes = self.checked(clips)
+        return codes if self._parts is None else self._parts.features(codes)
+
+    def growing_features(self) -> GrowingFeatures:
+        return super().growing_features() if self._parts is None else GrowingRecurrentFeatures(self, self._parts)
+
+    def synthesize(self, features: torch.Tensor) -> torch.Tensor:
+        if self._parts is None:
+            return super().synthesize(features)
+        return self._filled_up(self._parts.synthesize(features), features.shape[1])
 
     def encode_uncut(self, wav: np.ndarray) -> np.ndarray:
         """[n] float32 -> [ceil(n / hop), num_codebooks] int64: no sample cut, the last frame filled up by the codec.
@@ -60,10 +74,28 @@ class EspnetCodec(TorchCodec):
                 f"the codec encodes {codes.shape[2]} codebooks at its highest bandwidth but has {self.num_codebooks}; "
                 f"keep at most {codes.shape[2]} (max_token_per_frame)"
             )
-        return codes
+        # FunCodec's STFT makes a frame more, around the end.
+        return codes[:, : -(-wav.shape[2] // self.hop)]
 
     def _decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
-        return self._model.decode(codes.permute(2, 0, 1))[:, 0]
+        return self._filled_up(self._model.decode(codes.permute(2, 0, 1))[:, 0], codes.shape[1])
+
+    def _filled_up(self, wav: torch.Tensor, frames: int) -> torch.Tensor:
+        """An inverse STFT gives no samples behind the middle of its last window; they are zeros here."""
+        return torch.nn.functional.pad(wav, (0, max(frames * self.hop - wav.shape[1], 0)))
+
+
+@torch.inference_mode()
+def hop_of(model: torch.nn.Module, info: Mapping[str, Any]) -> int:
+    """Samples a frame, by the codec itself where ESPnet's ``frame_shift`` is no number (FunCodec's is a tuple)."""
+    if isinstance(info["frame_shift"], int):
+        return info["frame_shift"]
+    device = next(model.parameters()).device
+    few, many = (
+        model.decode(torch.zeros(info["num_streams"], 1, frames, dtype=torch.int64, device=device)).shape[-1]
+        for frames in (8, 16)
+    )
+    return (many - few) // 8
 
 
 def load(

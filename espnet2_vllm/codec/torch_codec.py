@@ -28,6 +28,27 @@ class TorchCodec(ABC):
     def _decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
         """[B, T, num_codebooks] int64, T > 0 -> [B, T * hop] float32, on the device."""
 
+    def features(self, clips: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Codes [T, C] of whole clips -> what ``synthesize`` takes, [T, F] on the device.
+
+        Here is what a decoder must do from the beginning of a clip (recurrent layers); for the others features are the codes.
+        """
+        return self.checked(clips)
+
+    def checked(self, clips: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Codes [T, C] as int64 tensors on the device. DataError for any that are not the codec's."""
+        for clip in clips:
+            self._check_codes(clip)
+        return [torch.from_numpy(np.array(clip, dtype=np.int64)).to(self.device) for clip in clips]
+
+    def growing_features(self) -> "GrowingFeatures":
+        """Features of one clip as its codes arrive."""
+        return GrowingFeatures(self)
+
+    def synthesize(self, features: torch.Tensor) -> torch.Tensor:
+        """[B, N, F] features of windows -> [B, N * hop] float32 on the device."""
+        return self._decode_tensor(features)
+
     def encode(self, wav: np.ndarray) -> np.ndarray:
         """[n] float32 -> [floor(n / hop), num_codebooks] int64. Fewer than hop samples give no frame.
 
@@ -99,6 +120,24 @@ class TorchCodec(ABC):
                 f"code {codes[frame, book]} at frame {frame}, codebook {book} lies outside 0..{self.codebook_size - 1} "
                 f"({len(outside)} such codes); a pad or an id of another stream inside the audio?"
             )
+
+
+class GrowingFeatures:
+    """Features of a clip whose codes come by and by.
+
+    Attributes:
+        right: frames that must be known behind one before its features are.
+    """
+
+    right = 0
+
+    def __init__(self, codec: TorchCodec) -> None:
+        self._codec = codec
+
+    def push(self, codes: np.ndarray, *, last: bool) -> torch.Tensor:
+        """The next codes [m, C] -> the next features [k, F] that are final; all that are left if these are the ``last`` codes."""
+        del last
+        return self._codec.features([codes])[0]
 
 
 def check_wav(wav: np.ndarray) -> None:

@@ -1,0 +1,116 @@
+"""ESPnet's SEANet decoder in two parts: the recurrent one, which remembers a clip from its beginning, and the rest.
+
+The decoder (of DAC, EnCodec and SoundStream; FunCodec's works on spectra) is a convolution, an LSTM at the rate of frames, and
+then everything that makes samples. Only the LSTM has no finite reach. Its state is carried from chunk to chunk, so chunks are as
+exact as the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .reach import Reach, reach_of
+from .torch_codec import GrowingFeatures
+
+if TYPE_CHECKING:
+    from .espnet import EspnetCodec
+
+
+class SplitDecoder:
+    """The parts of one decoder. Features are the LSTM's output, [T, D].
+
+    Attributes:
+        reach: of the convolution before the LSTM.
+    """
+
+    def __init__(self, generator: torch.nn.Module) -> None:
+        self.quantizer = generator.quantizer
+        self.before, self.recurrent, *rest = generator.decoder.model
+        self.rest = torch.nn.Sequential(*rest)
+        self.to_samples = getattr(generator, "freq_to_time_transfer", None)
+        width = self.recurrent.lstm.input_size
+        channels = self.before.conv.conv.in_channels
+        weight = next(self.rest.parameters())
+
+        def draw(frames: int) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return torch.randn(frames, channels).to(weight)
+
+        self.reach: Reach = reach_of(lambda frames: self.before(frames.T[None])[0].T, draw)
+        assert self.reach.finite, f"the convolution before the LSTM of {width} units has no finite reach"
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> SplitDecoder | None:
+        """The parts of an ESPnet GAN codec's decoder; None if it is none that has an LSTM in the second place."""
+        from espnet2.gan_codec.shared.decoder.seanet import SEANetDecoder
+        from espnet2.gan_codec.shared.decoder.seanet_2d import SEANetDecoder2d
+
+        generator = model.codec.generator
+        decoder = getattr(generator, "decoder", None)
+        if type(decoder) not in (SEANetDecoder, SEANetDecoder2d) or not hasattr(decoder.model[1], "lstm"):
+            return None
+        return SplitDecoder(generator) if not decoder.model[1].lstm.bidirectional else None
+
+    def embed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes [T, C] -> [1, D, T]."""
+        return self.quantizer.decode(codes.T[:, None])
+
+    def run(
+        self, maps: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """[T, B, D] through the LSTM, from ``state`` on; what comes out, and the state behind it."""
+        found, state = self.recurrent.lstm(maps, state)
+        return (found + maps if self.recurrent.skip else found), state
+
+    @torch.inference_mode()
+    def features(self, clips: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Codes [T, C] of whole clips -> [T, D]. The LSTM takes all clips at once: what fills up a clip comes behind it."""
+        embedded = self.embed(torch.cat(list(clips))).split([len(codes) for codes in clips], dim=2)
+        maps = [self.before(part)[0].T for part in embedded if part.shape[2]]
+        if not maps:
+            return [part[0].T for part in embedded]
+        found, _ = self.run(torch.nn.utils.rnn.pad_sequence(maps))
+        columns = iter(range(len(maps)))
+        return [found[: len(codes), next(columns)] if len(codes) else found[:0, 0] for codes in clips]
+
+    def synthesize(self, features: torch.Tensor) -> torch.Tensor:
+        """[B, N, D] -> [B, n] samples."""
+        sounds = self.rest(features.transpose(1, 2))
+        return (sounds if self.to_samples is None else self.to_samples(sounds))[:, 0]
+
+
+class GrowingRecurrentFeatures(GrowingFeatures):
+    """Carries the LSTM's state, and as many frames as the convolution before it looks at."""
+
+    def __init__(self, codec: EspnetCodec, parts: SplitDecoder) -> None:
+        super().__init__(codec)
+        self.right = parts.reach.right
+        self._parts, self._left = parts, parts.reach.left
+        self._state: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kept: torch.Tensor | None = None  # [1, D, n] from frame ``_start`` on
+        self._start = self._done = 0
+
+    @torch.inference_mode()
+    def push(self, codes: np.ndarray, *, last: bool) -> torch.Tensor:
+        fresh = [self._parts.embed(part) for part in self._codec.checked([codes]) if len(part)]
+        kept = [*([] if self._kept is None else [self._kept]), *fresh]
+        if not kept:
+            return torch.zeros(0, self._parts.recurrent.lstm.hidden_size, device=self._codec.device)
+        window = torch.cat(kept, dim=2)
+        known = self._start + window.shape[2]
+        end = known if last else max(self._done, known - self.right)
+        if end > self._done:
+            maps = self._parts.before(window)[0].T[self._done - self._start : end - self._start]
+            found, self._state = self._parts.run(maps[:, None], self._state)
+            features = found[:, 0]
+        else:
+            features = window.new_zeros(0, self._parts.recurrent.lstm.hidden_size)
+        self._done = end
+        start = max(end - self._left, self._start)
+        self._kept, self._start = window[:, :, start - self._start :], start
+        return features

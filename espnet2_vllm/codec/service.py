@@ -1,0 +1,358 @@
+"""A codec at work beside the engine: finished clips and growing ones, in a thread and on a CUDA stream of its own.
+
+Clips that wait are decoded together, in batches of windows. Chunks of growing clips come first, between two batches. What goes
+wrong with a clip is that clip's outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..errors import CodecError, SpeechLMError
+from .chunks import Chunker, ChunkSizes, window_lengths
+from .reach import Reach, measure_reach
+from .torch_codec import TorchCodec
+from .windows import WindowDecoder
+
+log = logging.getLogger(__name__)
+
+_TOGETHER = 64  # clips whose features are made at once
+_STREAM_BATCHES = (1, 2, 4, 8, 16)  # sizes of captured batches of chunks
+_UNLIMITED = Reach(0, 0)
+
+
+@dataclass
+class Usage:
+    """What the service has done: clips, seconds of sound, seconds at work, chunks of growing clips, failures."""
+
+    clips: int = 0
+    sound_s: float = 0.0
+    busy_s: float = 0.0
+    chunks: int = 0
+    failed: int = 0
+
+
+@dataclass
+class _Clip:
+    codes: np.ndarray
+    future: Future = field(default_factory=Future)
+
+
+class CodecService:
+    """Decodes for any number of threads. ``close``, or leaving the block, finishes what was handed over.
+
+    Args:
+        silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
+        waiting: clips that may wait or be at work; ``submit`` of one more waits.
+        ahead: chunks of a growing clip that may wait for its reader before no more of it is decoded.
+        max_frames, tf32: as ``WindowDecoder``'s.
+
+    Attributes:
+        reach: of the codec's decoder. Where it is not finite, clips are decoded whole, and a growing one is one chunk.
+    """
+
+    def __init__(
+        self,
+        codec: TorchCodec,
+        *,
+        silent_frames: int = 0,
+        waiting: int = 256,
+        ahead: int = 8,
+        max_frames: int = 2048,
+        tf32: bool = False,
+    ) -> None:
+        self.codec, self.silent_frames, self.ahead = codec, silent_frames, ahead
+        self.reach = measure_reach(codec)
+        self.decoder = WindowDecoder(codec, self.reach, max_frames=max_frames, tf32=tf32) if self.reach.finite else None
+        self.usage = Usage()
+        self._room = threading.BoundedSemaphore(waiting)
+        self._changed = threading.Condition()
+        self._clips: deque[_Clip] = deque()
+        self._streams: list[GrowingClip] = []
+        self._closing = False
+        self._threads = torch.get_num_threads()  # a new thread would have as many as there are cores
+        self._thread = threading.Thread(target=self._run, name="codec", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> CodecService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread when all clips are decoded; growing clips are dropped."""
+        with self._changed:
+            self._closing = True
+            for stream in self._streams:
+                stream.gone = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- what it takes ------------------------------------------------------------------------------------------------
+    def submit(self, codes: np.ndarray) -> Future:
+        """Codes [T, C] of a finished clip; the future gives [T * hop] float32, or raises CodecError or DataError.
+
+        Waits while ``waiting`` clips are under way.
+        """
+        self._room.acquire()
+        clip = _Clip(np.asarray(codes))
+        clip.future.add_done_callback(lambda _: self._room.release())
+        with self._changed:
+            assert not self._closing, "the codec service is closed"
+            self._clips.append(clip)
+            self._changed.notify_all()
+        return clip.future
+
+    def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Waits for all clips."""
+        return [future.result() for future in [self.submit(codes) for codes in clips]]
+
+    def open(self, sizes: ChunkSizes, on_chunk: Callable[[np.ndarray | SpeechLMError, bool], None]) -> GrowingClip:
+        """A clip whose codes come by and by.
+
+        Args:
+            on_chunk: called in the service's thread with the samples of each chunk, or with what went wrong, and whether it is
+                the last one.
+        """
+        stream = GrowingClip(self, sizes, on_chunk)
+        with self._changed:
+            assert not self._closing, "the codec service is closed"
+            self._streams.append(stream)
+        return stream
+
+    def frames_until_first(self, sizes: ChunkSizes) -> int:
+        """Frames that must be known before the first chunk of a clip that goes on can be decoded."""
+        right = (self.reach.right or 0) + self.codec.growing_features().right
+        return max(sizes.needed(0, right), self.silent_frames + 1)
+
+    def prepare(self, sizes: ChunkSizes | None = None) -> int:
+        """Captures CUDA graphs of what will be decoded, chunks of ``sizes`` included; bytes of the device that it all takes.
+
+        To be called before the engine starts, so that its share can be cut by so much.
+        """
+        if self.codec.device.type != "cuda" or self.decoder is None:
+            return 0
+        began = time.monotonic()
+        chunks = [] if sizes is None else window_lengths(sizes, self.reach)
+        count = self.decoder.capture([(batch, length) for length in chunks for batch in _STREAM_BATCHES])
+        reserved = torch.cuda.memory_reserved(self.codec.device)
+        log.info(
+            "codec: %d CUDA graphs in %.1f s; %.2f GiB of the device are the codec's",
+            count, time.monotonic() - began, reserved / 2**30,
+        )  # fmt: skip
+        return reserved
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        work: Iterator[None] | None = None
+        while True:
+            with self._changed:
+                while not (work or self._clips or self._due() or self._closing):
+                    self._changed.wait()
+                self._streams = [stream for stream in self._streams if not stream.gone]
+                streams = self._due()
+                if self._closing and not (work or self._clips):
+                    return
+                if not streams and work is None and self._clips:
+                    work = self._decode([self._clips.popleft() for _ in range(min(_TOGETHER, len(self._clips)))])
+            began = time.monotonic()
+            if streams:
+                self._serve(streams)
+            elif work is not None and next(work, self) is self:
+                work = None
+            self.usage.busy_s += time.monotonic() - began
+
+    def _due(self) -> list[GrowingClip]:
+        return [stream for stream in self._streams if stream.due]
+
+    def _decode(self, clips: list[_Clip]) -> Iterator[None]:
+        """Decodes finished clips together, giving way now and then; if that fails, one by one: the guilty one alone fails."""
+        try:
+            loud = [clip for clip in clips if len(clip.codes) > self.silent_frames]
+            wavs = None
+            for wavs in self._waveforms([clip.codes for clip in loud]):  # noqa: B007
+                yield
+            found = {id(clip): wav for clip, wav in zip(loud, wavs or [], strict=True)}
+        except Exception as error:  # noqa: BLE001 - whatever a codec raises is the outcome of its clip
+            if len(clips) > 1:
+                log.warning("codec: %d clips could not be decoded together (%s); one by one instead", len(clips), error)
+                for clip in clips:
+                    yield from self._decode([clip])
+                return
+            self.usage.failed += 1
+            clips[0].future.set_exception(_outcome(error))
+            return
+        for clip in clips:
+            wav = found.get(id(clip))
+            wav = np.zeros(len(clip.codes) * self.codec.hop, dtype=np.float32) if wav is None else wav
+            self._count(len(wav))
+            self.usage.clips += 1
+            clip.future.set_result(wav)
+
+    def _waveforms(self, clips: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        if self.decoder is not None:
+            yield from self.decoder.decode_in_steps(clips)
+        else:
+            yield self.codec.decode_batch(clips)
+
+    def _count(self, samples: int) -> None:
+        self.usage.sound_s += samples / self.codec.sample_rate
+
+    def _serve(self, streams: list[GrowingClip]) -> None:
+        """One chunk of each growing clip that has one to give, those of equal windows together."""
+        ready: dict[int, list[tuple[GrowingClip, torch.Tensor, slice, bool]]] = {}
+        for stream in streams:
+            try:
+                for window, kept, last in stream.windows():
+                    ready.setdefault(len(window), []).append((stream, window, kept, last))
+            except Exception as error:  # noqa: BLE001 - as in _decode
+                self._fail(stream, error)
+        for length, found in ready.items():
+            size = max(1, self.decoder.max_frames // length)
+            for begin in range(0, len(found), size):
+                self._synthesize(found[begin : begin + size])
+
+    def _synthesize(self, batch: list[tuple[GrowingClip, torch.Tensor, slice, bool]]) -> None:
+        try:
+            sounds = self.decoder.synthesize([window for _, window, _, _ in batch])
+            samples = [sound[kept].numpy().copy() for sound, (_, _, kept, _) in zip(sounds, batch, strict=True)]
+        except Exception as error:  # noqa: BLE001 - as in _decode
+            if len(batch) > 1:
+                for one in batch:
+                    self._synthesize([one])
+            else:
+                self._fail(batch[0][0], error)
+            return
+        for (stream, _, _, last), part in zip(batch, samples, strict=True):
+            stream.deliver(part, last)
+
+    def _fail(self, stream: GrowingClip, error: Exception) -> None:
+        self.usage.failed += 1
+        stream.deliver(_outcome(error), True)
+
+
+def _outcome(error: Exception) -> SpeechLMError:
+    if isinstance(error, SpeechLMError):
+        return error
+    log.error("codec: a clip could not be decoded", exc_info=error)
+    return CodecError(f"the codec could not decode the clip: {type(error).__name__}: {error}")
+
+
+class GrowingClip:
+    """A clip that is heard while it grows. ``push``, ``end``, ``taken`` and ``cancel`` may be called from any thread.
+
+    Attributes:
+        gone: nothing more will be delivered.
+    """
+
+    def __init__(
+        self, service: CodecService, sizes: ChunkSizes, on_chunk: Callable[[np.ndarray | SpeechLMError, bool], None]
+    ) -> None:
+        self._service, self._on_chunk = service, on_chunk
+        self._features = service.codec.growing_features()
+        self._chunker = Chunker(sizes, service.reach if service.reach.finite else _UNLIMITED)
+        self._fresh: list[np.ndarray] = []
+        self._codes = 0
+        self._kept: torch.Tensor | None = None  # features from frame ``_start`` on
+        self._start = self._known = 0
+        self._ended = self.gone = False
+        self._untaken = 0
+
+    def push(self, codes: np.ndarray) -> None:
+        """The next codes [m, C]."""
+        self._change(codes=np.asarray(codes))
+
+    def end(self) -> None:
+        """No codes follow."""
+        self._change(ended=True)
+
+    def taken(self) -> None:
+        """The reader has taken a chunk."""
+        self._change(taken=1)
+
+    def cancel(self) -> None:
+        """The reader has left."""
+        self._change(gone=True)
+
+    def _change(
+        self, *, codes: np.ndarray | None = None, ended: bool = False, taken: int = 0, gone: bool = False
+    ) -> None:
+        with self._service._changed:
+            if codes is not None and len(codes):
+                assert not self._ended, "codes behind the end of a clip"
+                self._fresh.append(codes)
+                self._codes += len(codes)
+            self._ended |= ended
+            self._untaken -= taken
+            self.gone |= gone
+            self._service._changed.notify_all()
+
+    @property
+    def due(self) -> bool:
+        """Whether a chunk can be made. Under the service's lock."""
+        if self.gone or self._untaken >= self._service.ahead:
+            return False
+        if self._ended:
+            return True
+        if not self._service.reach.finite or self._codes <= self._service.silent_frames:
+            return False
+        right = self._chunker.reach.right + self._features.right
+        return self._codes >= self._chunker.sizes.needed(self._chunker.given, right)
+
+    def windows(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
+        """At most one: features [N, F], the samples of it that are the next chunk, and whether it is the last one.
+
+        What needs no decoder is delivered from here.
+        """
+        service, hop = self._service, self._service.codec.hop
+        with service._changed:
+            fresh, self._fresh = self._fresh, []
+            ended, codes = self._ended, self._codes
+        if ended and codes <= service.silent_frames:
+            self.deliver(np.zeros(codes * hop, dtype=np.float32), True)
+            return
+        whole = np.concatenate([np.zeros((0, service.codec.num_codebooks), dtype=np.int64), *fresh])
+        if service.decoder is None:
+            self.deliver(service.codec.decode(whole), True)
+            return
+        with service.decoder.context():
+            self._take_in(self._features.push(whole, last=ended))
+            window = self._chunker.next(self._known, ended=ended)
+            if window is None:
+                assert ended, f"{codes} codes are enough for a chunk, {self._known} features are not"
+                self.deliver(np.zeros(0, dtype=np.float32), True)
+                return
+            part = self._kept[window.start - self._start : window.stop - self._start]
+            oldest = self._chunker.oldest - self._start
+            if oldest > 0:
+                self._kept, self._start = self._kept[oldest:], self._start + oldest
+        kept = slice((window.first - window.start) * hop, (window.last - window.start) * hop)
+        yield part, kept, ended and window.last == self._known
+
+    def _take_in(self, features: torch.Tensor) -> None:
+        self._kept = features if self._kept is None else torch.cat([self._kept, features])
+        self._known += len(features)
+
+    def deliver(self, chunk: np.ndarray | SpeechLMError, last: bool) -> None:
+        """Hands a chunk to the reader."""
+        service = self._service
+        with service._changed:
+            if self.gone:
+                return
+            self.gone = last
+            self._untaken += 1
+        if not isinstance(chunk, SpeechLMError):
+            service._count(len(chunk))
+            service.usage.chunks += 1
+        self._on_chunk(chunk, last)

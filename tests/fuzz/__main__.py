@@ -65,13 +65,14 @@ def _campaign(args: argparse.Namespace) -> int:
 
     groups = model_groups(args.models, args.device)
     deadline = time.monotonic() + 60 * (args.minutes or 10) if not (args.seeds or args.worlds) else float("inf")
-    first = ledger.next_seed(ledger.read(), args.runner, args.device, WORLDS_A_DECK)
+    deck = WORLDS_A_DECK["small" if args.small else "usual"]
+    first = ledger.next_seed(ledger.read(), args.runner, args.device, deck)
     last = float("inf") if args.worlds is None else first + args.worlds - 1
     if args.seeds:
         first, last = args.seeds
     number, failures = 0, 0
     while first <= last and (left := deadline - time.monotonic()) > 0:
-        stop = min(last, first // WORLDS_A_DECK * WORLDS_A_DECK + WORLDS_A_PROCESS[args.device] - 1)
+        stop = min(last, first // deck * deck + WORLDS_A_PROCESS[args.device] - 1)
         options = ["--seeds", str(first), str(stop), "--models", *groups[number % len(groups)]]
         code, summary = _child(args, _passed(args, options), None if left == float("inf") else left)
         if summary is None:

@@ -108,16 +108,17 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def place_of(seed: int, names: Sequence[str], settings: Sequence[str] = SETTINGS) -> tuple[str, str]:
-    """Model and setting of the deck that a world's seed falls into."""
-    rng = random.Random(f"place {seed // WORLDS_A_DECK}")
+def place_of(deck: int, names: Sequence[str], settings: Sequence[str] = SETTINGS) -> tuple[str, str]:
+    """Model and setting of the worlds that share a deck."""
+    rng = random.Random(f"place {deck}")
     return rng.choice(sorted(names)), rng.choice(settings)
 
 
 def draw(seed: int, names: Sequence[str], scale: str, settings: Sequence[str] = SETTINGS) -> World:
     """The world of a seed; ``names``: models to choose from."""
     assert set(names) <= set(NAMES), names
-    model, setting = place_of(seed, names, settings)
+    deck = seed // WORLDS_A_DECK[scale]
+    model, setting = place_of(deck, names, settings)
     rng = random.Random(f"world {seed}")
     context = SCALES[scale].context
     whole, one = Setting.named(setting).blocks(context), -(-context // Setting.named(setting).block)
@@ -126,11 +127,11 @@ def draw(seed: int, names: Sequence[str], scale: str, settings: Sequence[str] = 
     seats = rng.randint(2, SEATS)
     largest = SCALES[scale].context
     budgets = [rng.choice([seats, rng.randint(seats, 40), rng.randint(seats, largest)]) for _ in range(3)]
-    maker = _Entries(rng, seed // WORLDS_A_DECK, models.family_of(model))
+    maker = _Entries(rng, deck, models.family_of(model))
     for _ in range(rng.randint(2, 6 if scale == "small" else 14)):
         maker.add(rng.randrange(CARDS))
     return World(
-        seed, model, setting, scale, seed // WORLDS_A_DECK, seats, blocks, tuple(budgets[: rng.randint(1, 3)]),
+        seed, model, setting, scale, deck, seats, blocks, tuple(budgets[: rng.randint(1, 3)]),
         tuple(maker.made),
     )  # fmt: skip
 

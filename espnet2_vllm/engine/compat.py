@@ -40,6 +40,11 @@ def engine_version() -> str:
     return found
 
 
+def steady_rows_known() -> bool:
+    """Whether ``steady.SteadyRows`` keeps all books that this version's scheduler keeps; where not, vLLM's own loop does."""
+    return engine_version().startswith("0.26.")
+
+
 def layout_of(model_config: Any) -> Layout:
     """The layout that ``espnet2-vllm convert`` wrote beside the weights."""
     path = pathlib.Path(model_config.model) / DESCRIPTION

@@ -132,6 +132,7 @@ class GuidanceScheduler(SpeechScheduler):
         companion.main_id = main.request_id
         companion.rules = main.rules
         self.requests[companion.request_id] = companion
+        self._ordinary.add(companion.request_id)
         self.companion_of[main.request_id] = companion
         self.waiting.prepend_request(companion)
         self.counts["companions"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from ..errors import EngineError
 from ..protocol import AUDIO, replay
 from . import channel
 from .blocks import QuietBlocks
-from .compat import is_stale, layout_of
+from .compat import is_stale, layout_of, steady_rows_known
 from .continuous import places, rows_between
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
+from .steady import SteadyRows, cached_request_data, count_scheduled
 from .streams import Stream
 
 NO_HASHES: list[Any] = []
@@ -44,6 +46,11 @@ class SpeechScheduler(AsyncScheduler):
         # Requests whose next rows may be in the text phase, which needs the whole vocabulary.
         self._text: set[str] = set()
         self._streams: dict[str, Stream] = {}
+        self._steady = None
+        if steady_rows_known() and not self.enable_return_routed_experts:
+            size = self.hash_block_size
+            self._steady = SteadyRows(self.kv_cache_manager, self.layout.stop_token, self.max_model_len, size)
+        self._ordinary: set[str] = set()
 
     def _check_configuration(self) -> None:
         config = self.vllm_config
@@ -79,6 +86,8 @@ class SpeechScheduler(AsyncScheduler):
             if "stream" in args:
                 before = int(self.layout.family == "bagpiper")
                 self._streams[request.request_id] = Stream(*args["stream"], before)
+            elif SteadyRows.ordinary(request):
+                self._ordinary.add(request.request_id)
             self._install_hasher(request)
         super().add_request(request)
 
@@ -150,6 +159,21 @@ class SpeechScheduler(AsyncScheduler):
             data.speechlm_resume = resumed.get(data.req_id)
         return output
 
+    def _make_cached_request_data(
+        self, running: list[Request], resumed: list[Request], scheduled: Any, drafts: Any, blocks: dict[str, Any]
+    ) -> Any:
+        if self._steady is None or not self.use_v2_model_runner:
+            return super()._make_cached_request_data(running, resumed, scheduled, drafts, blocks)
+        names = {request.request_id for request in resumed}
+        return cached_request_data([*running, *resumed], names, blocks, self.kv_cache_manager.empty_kv_cache_blocks)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        if self._steady is not None and self._ordinary.issuperset(scheduled):
+            count_scheduled(self, scheduled)
+        else:
+            super()._update_after_schedule(scheduler_output)
+
     def _resumption(self, request: Request) -> dict[str, Any]:
         start, stop = request.num_prompt_tokens, request.num_tokens
         args = request.sampling_params.extra_args[EXTRA_ARGS]
@@ -165,6 +189,13 @@ class SpeechScheduler(AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Before vLLM appends the tokens, because the hashes of blocks that they fill need all streams.
         requests = self._record(scheduler_output, model_runner_output)
+        if self._steady is not None and not model_runner_output.num_nans_in_logits:
+            sampled, index = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+            ordinary = self._ordinary
+            scheduler_output = self._steady.take(
+                scheduler_output,
+                [(request, sampled[index[name]]) for name, request in requests.items() if name in ordinary],
+            )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client in outputs.values():
             client.outputs = [output for output in client.outputs if self._deliver(output, requests)]
@@ -192,8 +223,8 @@ class SpeechScheduler(AsyncScheduler):
             self.history.record(list(requests), positions, codes, logprobs.logprobs[rows, 1:])
             # An audio row reaches text by its end, a bridge and a modality row at the earliest: more rows than are in flight.
             audio = channel.next_phases(codes) == AUDIO
-            for request_id, proven in zip(requests, audio.tolist(), strict=True):
-                (self._text.discard if proven else self._text.add)(request_id)
+            self._text.difference_update(compress(requests, audio))
+            self._text.update(compress(requests, ~audio))
         return requests
 
     def _deliver(self, output: Any, requests: dict[str, Request]) -> bool:
@@ -238,7 +269,8 @@ class SpeechScheduler(AsyncScheduler):
         return result
 
     def _known(self) -> set[str]:
-        return {*self.history, *self._prompts, *self._continuous, *self._text, *self._streams}
+        tables = (self.history, self._prompts, self._continuous, self._text, self._streams, self._ordinary)
+        return set().union(*tables)
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -247,6 +279,7 @@ class SpeechScheduler(AsyncScheduler):
             self._continuous.pop(request_id, None)
             self._text.discard(request_id)
             self._streams.pop(request_id, None)
+            self._ordinary.discard(request_id)
 
 
 def starts_with_text(rules: dict[str, Any]) -> bool:

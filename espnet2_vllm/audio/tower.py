@@ -6,7 +6,6 @@ kernels for one clip and for many (transformers attends window by window); a tes
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention
 
 from ..errors import CheckpointError
+from .features import LogMel
 from .listening import Listening, audio_settings
 
 if TYPE_CHECKING:
@@ -45,31 +45,21 @@ class AudioTower:
         self.dtype, self.device = getattr(torch, dtype), torch.device(device)
         folder = Path(checkpoint.path)
         preprocessor = checkpoint.continuous_audio["preprocessor_config"]
-        self._extractor = WhisperFeatureExtractor.from_pretrained(folder / preprocessor, local_files_only=True)
+        extractor = WhisperFeatureExtractor.from_pretrained(folder / preprocessor, local_files_only=True)
+        self._log_mel = LogMel(extractor, self.device)
         self._tower, self._adaptor = _load(checkpoint, self.dtype, self.device)
         self._windows = _Windows()
         for layer in self._tower.layers:
             layer.self_attn = _WindowAttention(layer.self_attn, self._windows)
-        self._known: OrderedDict[tuple[bytes, int], torch.Tensor] = OrderedDict()
+        self._known: OrderedDict[_Clip, torch.Tensor] = OrderedDict()
 
-    # -- features -----------------------------------------------------------------------------------------------------
     def features(self, wav: np.ndarray) -> np.ndarray:
         """[n] float32 at the encoder's rate -> [floor(n / hop), bins] float32: log-mel of the normalised waveform.
 
         Nothing is padded to 30 s (ESPnet gives the waveform's own length as ``max_length``).
         """
-        found = self._extractor(
-            [wav],
-            truncation=False,
-            return_tensors="np",
-            do_normalize=True,
-            max_length=len(wav),
-            return_attention_mask=True,
-            sampling_rate=self.listening.rate,
-        )
-        return found["input_features"][0, :, : len(wav) // self.listening.hop].T
+        return self._log_mel([wav])[0].cpu().numpy()
 
-    # -- vectors ------------------------------------------------------------------------------------------------------
     def encode(self, prompts: Iterable[Sequence[np.ndarray]]) -> list[list[torch.Tensor]]:
         """Vectors of the clips of many prompts: of each prompt and clip [rows, H] on the CPU, in the tower's dtype.
 
@@ -84,45 +74,49 @@ class AudioTower:
         names, todo = [], {}
         for clips in prompts:
             width = min(chunk, max((len(wav) // self.listening.hop for wav in clips), default=0))
-            names.append([(hashlib.blake2b(wav, digest_size=16).digest(), width) for wav in clips])
-            for name, wav in zip(names[-1], clips, strict=True):
+            names.append([_Clip(wav, width) for wav in clips])
+            for name in names[-1]:
                 if name not in self._known:
-                    todo.setdefault(width, {})[name] = wav
-        made: dict[tuple[bytes, int], torch.Tensor] = {}
+                    todo.setdefault(width, {})[name] = name.wav
+        made: dict[_Clip, torch.Tensor] = {}
         for width, clips in todo.items():
-            features = [self.features(wav) for wav in clips.values()]
+            features = self._log_mel(list(clips.values()))
             made.update(zip(clips, self.encode_features(features, width), strict=True))
         vectors = [[made[name] if name in made else self._known[name] for name in clips] for clips in names]
         self._remember(made)
         return vectors
 
-    def _remember(self, made: dict[tuple[bytes, int], torch.Tensor]) -> None:
+    def _remember(self, made: dict[_Clip, torch.Tensor]) -> None:
         self._known.update(made)
         size = sum(vectors.nbytes for vectors in self._known.values())
         while size > _REMEMBERED and self._known:
             size -= self._known.popitem(last=False)[1].nbytes
 
     @torch.inference_mode()
-    def encode_features(self, features: Sequence[np.ndarray], width: int) -> list[torch.Tensor]:
+    def encode_features(self, features: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
         """[frames, bins] each -> [rows, H] each, every chunk padded to ``width`` frames."""
         rows = [self.listening.rows_of_frames(len(mel)) for mel in features]
-        hidden = self._hear(features, width)
+        # torch would convolve float32 in TF32, whose ten bits of mantissa are too few.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            hidden = self._hear(features, width)
         vectors = linear(self._project(hidden), *self._adaptor)
         assert len(vectors) == sum(rows), f"the tower gave {len(vectors)} rows for {rows}"
-        return [part.clone() for part in vectors.cpu().split(rows)]
+        # Pinned memory comes from torch's own pool; fresh pages would take longer than the copy.
+        found = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=vectors.is_cuda)
+        return list(found.copy_(vectors).split(rows))
 
-    def _hear(self, features: Sequence[np.ndarray], width: int) -> torch.Tensor:
+    def _hear(self, features: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         """The layers' output of all clips, [rows, d_model]."""
         tower, limit = self._tower, 2 * self.listening.half_chunk
-        chunks = [mel[i : i + limit] for mel in features for i in range(0, len(mel), limit)]
-        padded = np.zeros((len(chunks), features[0].shape[1], width), dtype=np.float32)
-        for place, chunk in enumerate(chunks):
-            padded[place, :, : len(chunk)] = chunk.T
-        images = torch.from_numpy(padded).to(self.device, self.dtype).unsqueeze(1)
-        pieces = [self._convolve(part) for part in images.split(tower.conv_chunksize)]
-        embedded = torch.cat(pieces)
+        chunks = [pad(mel, (0, 0, 0, -len(mel) % width)).unflatten(0, (-1, width)) for mel in features]
+        of_chunks = [
+            self.listening.rows_of_frames(min(len(mel) - start, limit))
+            for mel in features
+            for start in range(0, len(mel), width)
+        ]
+        images = torch.cat(chunks).to(self.device, self.dtype).transpose(1, 2).unsqueeze(1)
+        embedded = torch.cat([self._convolve(part) for part in images.split(tower.conv_chunksize)])
         embedded = embedded + tower.positional_embedding.positional_embedding[: embedded.shape[1]].to(embedded)
-        of_chunks = [self.listening.rows_of_frames(len(chunk)) for chunk in chunks]
         kept = np.concatenate([place * embedded.shape[1] + np.arange(n) for place, n in enumerate(of_chunks)])
         hidden = embedded.flatten(0, 1)[torch.from_numpy(kept).to(self.device)]
         window = self.listening.rows_of_frames(width) * (tower.n_window_infer // limit)
@@ -139,6 +133,7 @@ class AudioTower:
     def _convolve(self, images: torch.Tensor) -> torch.Tensor:
         """[chunks, 1, bins, frames] -> [chunks, rows, d_model]."""
         tower = self._tower
+        images = images.contiguous(memory_format=torch.channels_last)
         for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
             images = gelu(convolution(images))
         return tower.conv_out(images.permute(0, 3, 1, 2).flatten(2))
@@ -147,6 +142,21 @@ class AudioTower:
         """What ESPnet calls the encoder's output, [rows, output_dim]."""
         tower = self._tower
         return tower.proj2(tower.act(tower.proj1(tower.ln_post(hidden))))
+
+
+class _Clip:
+    """A clip as a key: equal to another of the same samples that is padded alike."""
+
+    def __init__(self, wav: np.ndarray, width: int) -> None:
+        self.wav, self.width = wav, width
+        # A few samples tell most clips apart; all of them are compared where these are equal.
+        self._hash = hash((len(wav), width, wav[:: len(wav) // 64 + 1].tobytes()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Clip) and self.width == other.width and np.array_equal(self.wav, other.wav)
 
 
 class _Windows:
@@ -200,5 +210,8 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> t
         raise CheckpointError(
             f"{path}: cannot be loaded as {config.model_type} and adaptor ({type(error).__name__}: {error}); convert again"
         ) from error
+    # cuDNN convolves this layout several times faster.
+    for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
+        convolution.to(memory_format=torch.channels_last)
     tower.to(device, dtype).eval().requires_grad_(False)
     return tower, tuple(tensor.to(device, dtype) for tensor in adaptor)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import golden_files
+from transformers import WhisperFeatureExtractor
 
 from espnet2_vllm.audio.tower import AudioTower
 from espnet2_vllm.checkpoint import ensure_converted
@@ -40,9 +41,32 @@ def clip(rng: random.Random, seconds: float) -> np.ndarray:
     return np.random.default_rng(rng.getrandbits(32)).standard_normal(samples).astype(np.float32)
 
 
+def by_the_extractor(wav: np.ndarray) -> np.ndarray:
+    """The call of ESPnet's ``ContinuousAudioIO.preprocess``."""
+    folder = checkpoint().path / "continuous_audio" / "preprocessor_config.json"
+    found = WhisperFeatureExtractor.from_pretrained(folder)(
+        [wav], truncation=False, return_tensors="np", do_normalize=True, max_length=len(wav), return_attention_mask=True,
+        sampling_rate=16000,
+    )  # fmt: skip
+    return found["input_features"][0, :, : len(wav) // 160].T
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_features_together_are_the_extractors_own(tower, monkeypatch, seed):
+    rng = random.Random(seed)
+    clips = [clip(rng, rng.choice(SECONDS)) * rng.choice([1e-3, 0.1, 1.0, 30000.0]) for _ in range(9)]
+    clips += [clip(rng, 1.3) * np.float32(0.1) + np.float32(0.05), np.zeros(4000, np.float32)]
+    if seed:
+        monkeypatch.setattr("espnet2_vllm.audio.features._SAMPLES", 40000)
+    for wav, found in zip(clips, tower._log_mel(clips), strict=True):
+        expected = by_the_extractor(wav)
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
+
+
 @torch.inference_mode()
 def by_transformers(tower: AudioTower, plain, clips: list[np.ndarray]) -> list[np.ndarray]:
-    features = [tower.features(wav) for wav in clips]
+    features = [by_the_extractor(wav) for wav in clips]
     frames = torch.tensor([len(mel) for mel in features])
     joined = torch.from_numpy(np.concatenate(features).T.copy())
     hidden = plain(joined, feature_lens=frames).last_hidden_state
@@ -76,17 +100,17 @@ def test_windows_and_clips_do_not_hear_each_other(tower):
     """A window is 8 s (800 mel frames, 104 rows)."""
     rng = random.Random(2)
     mel = tower.features(clip(rng, 17.0))
-    (whole,) = tower.encode_features([mel], 100)
+    (whole,) = tower.encode_features([torch.from_numpy(mel)], 100)
     changed = mel.copy()
     changed[900:] += 1.0
-    (other,) = tower.encode_features([changed], 100)
+    (other,) = tower.encode_features([torch.from_numpy(changed)], 100)
     assert torch.allclose(whole[:104], other[:104], atol=1e-5)
     assert (whole[104:208] - other[104:208]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("seconds", [29.99, 30.0, 30.01, 60.0, 600.0])
 def test_long_clips_give_the_rows_that_were_promised(tower, seconds):
-    (vectors,) = tower.encode_features([np.zeros((round(seconds * 100), 128), np.float32)], 100)
+    (vectors,) = tower.encode_features([torch.zeros(round(seconds * 100), 128)], 100)
     assert len(vectors) == tower.listening.rows(round(seconds * 16000))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from . import kernels
 from .core import SpeechCore, SpeechWeights
 from .phases import BagpiperPhases, OpusLMPhases
 
-MAX_TOPK = 64  # beyond it the plain path serves
+# Candidates that a row takes from each chunk of the text span, of which a step uses the least that suffices; each is compiled
+# for itself. Beyond the last the plain path serves.
+CANDIDATES = (1, 32, 64)
+MAX_TOPK = CANDIDATES[-1]
 TEXT_CHUNK = 4096
 
 
@@ -86,6 +90,7 @@ class FusedStep:
         seq_lens: torch.Tensor,
         prefill_lens: torch.Tensor,
         topk: int,
+        guided: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobsTensors]:
         """Tokens [B, 1] int64, rows that emit [B] int32, and the channel's tensors.
 
@@ -95,10 +100,11 @@ class FusedStep:
             slots, seq_lens: [B] int32; the sampled row's position is its sequence length.
             prefill_lens: per slot the rows that were known before the step.
             topk: no row's is larger.
+            guided: whether there may be pairs; None asks the core.
         """
         batch = len(hidden)
         logits = torch.addmm(self.bias, hidden, self.weight)
-        guided = self.core.pairs.any
+        guided = self.core.pairs.any if guided is None else guided
         if guided:
             self._find_partners(slots, seq_lens, prefill_lens)
         self._auxiliary(logits, slots, seq_lens, guided)
@@ -109,6 +115,25 @@ class FusedStep:
         emits = torch.empty(batch, dtype=torch.int32, device=hidden.device)
         self._advance((tokens, ids, logprobs, emits), slots, seq_lens, prefill_lens, guided)
         return tokens, emits, LogprobsTensors(ids, logprobs, self.ranks[:batch])
+
+    def warm_up(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compiles whatever ``sample`` can need, so that no request waits for a compiler; changes nothing.
+
+        Args:
+            compute_logits: gives [B, V] of stream 0, as in a step that has text rows.
+        """
+        device = self.weight.device
+        rows = min(2, len(self.partners))
+        hidden = torch.zeros(rows, len(self.weight), dtype=self.weight.dtype, device=device)
+        slots = torch.arange(rows, dtype=torch.int32, device=device)
+        # Rows of prompts that go on: they do not emit, and what does not emit is not kept.
+        lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        known = torch.ones(len(self.partners), dtype=torch.int32, device=device)
+        logits = compute_logits(hidden)
+        for guided in (False, True) if self.bagpiper else (False,):
+            self.sample(hidden, None, slots, lengths, known, MAX_TOPK, guided)
+            for topk in CANDIDATES:
+                self.sample(hidden, logits, slots, lengths, known, topk, guided)
 
     def _columns(self) -> dict[str, Any]:
         if self.bagpiper:
@@ -149,7 +174,9 @@ class FusedStep:
         guided: bool,
     ) -> None:
         layout, table = self.core.layout, self.core.phases.table
-        best = triton.next_power_of_2(topk)
+        best = next(size for size in CANDIDATES if size >= topk)
+        # Without text rows nothing depends on it, and one compilation serves all.
+        candidates = 0 if text_logits is None else self.chunks * best
         rules = BagpiperPhases.TEXT_RULES if self.bagpiper else 0
         top_column = rules + BagpiperPhases.TOPK if self.bagpiper else OpusLMPhases.TOPK
         if text_logits is not None:
@@ -163,12 +190,12 @@ class FusedStep:
         kernels.primary_kernel[(len(logits),)](
             self.chosen_ids, self.chosen_logprobs, logits, logits.stride(0), self.compact_ids, self.masks, slots, seq_lens,
             table.ints, table.ints.stride(0), table.floats, table.floats.stride(0), self.partners, self.text_values,
-            self.text_ids, self.chunks * best, ends[0], ends[1], TEXT=TEXT, AUDIO=AUDIO,
+            self.text_ids, candidates, ends[0], ends[1], TEXT=TEXT, AUDIO=AUDIO,
             STEP=BagpiperPhases.STEP if self.bagpiper else OpusLMPhases.STEP, RULES=BagpiperPhases.RULES,
             MIN=rules + BagpiperPhases.MIN if self.bagpiper else OpusLMPhases.MIN, TOPK=top_column,
             TEMPERATURE=2 if self.bagpiper else 0, WIDTH=len(self.compact_ids), STREAMS=self.streams,
             HAS_TEXT=text_logits is not None, GUIDED=guided, BLOCK=triton.next_power_of_2(len(self.compact_ids)),
-            CANDIDATES=triton.next_power_of_2(self.chunks * best), num_warps=8, **self._columns(),
+            CANDIDATES=triton.next_power_of_2(max(candidates, 1)), num_warps=8, **self._columns(),
         )  # fmt: skip
 
     def _advance(

@@ -99,6 +99,12 @@ class SpeechModelState(DefaultModelState):
         """Whether this step's rows are sampled by the kernels; the plain path needs the whole vocabulary's logits."""
         return self.fused is not None and self.core.top <= self.fused.max_topk and not TAP.active
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        if self.fused is not None:
+            self.model.skip_primary = False
+            self.fused.warm_up(self.model.compute_logits)
+
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
         inputs["inputs_embeds"] = self.embeds[:num_tokens]

@@ -20,6 +20,12 @@ class SpeechWorker:
 
             self.model_runner.prompt_logprobs_worker = SpeechPromptWorker(self.model_runner.model_state)
 
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compile_or_warm_up_model(*args, **kwargs)
+        if self._v2:
+            self.model_runner.model_state.warm_up()
+        return result
+
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._v2:
             # vLLM's own warm-up steps come without the scheduler's word.

@@ -14,8 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles its own sampler, which these models do not use
 
 import scenarios
-from served import BLOCK, TIGHT, VllmEngine, World, replaced
+from fuzz.draws import replaced
+from stage import BLOCK, TIGHT, Stage
 
+from espnet2_vllm.backends.vllm import VllmEngine
 from espnet2_vllm.checkpoint import ensure_converted
 
 SEED = 20261004
@@ -26,11 +28,11 @@ SETTINGS = {
 }
 
 
-def apart(world: World) -> None:
+def apart(stage: Stage) -> None:
     """The engine in another process (VLLM_ENABLE_V1_MULTIPROCESSING=1), which cannot be watched."""
-    engine = VllmEngine(world.checkpoint, asynchronous=True, max_num_batched_tokens=32, **TIGHT)
+    engine = VllmEngine(stage.checkpoint, asynchronous=True, max_num_batched_tokens=32, **TIGHT)
     assert not hasattr(engine._engine.engine_core, "engine_core"), "the engine is in this process"
-    requests = [*world.requests, *world.forced(3)]
+    requests = [*stage.requests, *stage.forced(3)]
     for request in requests:
         engine.submit(request)
     engine.submit(replaced(requests[0], "gone"))
@@ -40,13 +42,13 @@ def apart(world: World) -> None:
         found.update(engine.step())
     engine.close()
     assert found.keys() == {request.request_id for request in requests}
-    world.check(found)
+    stage.check(found)
 
 
 def main(directory: str, *settings: str) -> None:
-    world = World(ensure_converted(pathlib.Path(directory)), SETTINGS, seed=SEED, requests=14)
+    stage = Stage(ensure_converted(pathlib.Path(directory)), SETTINGS, seed=SEED, requests=14)
     if settings == ("apart",):
-        apart(world)
+        apart(stage)
         print("all equal")
         return
     pressed = [
@@ -54,18 +56,17 @@ def main(directory: str, *settings: str) -> None:
         (scenarios.preempted_for_want_of_blocks,),
         (scenarios.aborts,),
         (scenarios.context_cuts,),
-        (scenarios.play, SEED),
     ]
     cached = [(scenarios.same_prompt_again,), (scenarios.equal_primary_ids, (BLOCK + 1,)), (scenarios.second_turn,)]
-    if world.layout.family == "bagpiper":
+    if stage.layout.family == "bagpiper":
         cached.append((scenarios.same_sound,))
-    if world.layout.family == "opuslm":
-        forced = world.forced(4)
+    if stage.layout.family == "opuslm":
+        forced = stage.forced(4)
         pressed += [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
     for setting in settings:
         for scenario, *args in cached if setting == "roomy" else pressed:
-            served = world.engine(setting)
-            scenario(world, served, *args)
+            served = stage.engine(setting)
+            scenario(stage, served, *args)
             print(f"{setting}: {scenario.__name__} equal on {type(served.runner).__module__}", flush=True)
     print("all equal")
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-import served as cases
+from fuzz.draws import audio_rows
 
 from espnet2_vllm import delay
 from espnet2_vllm.arriving import ArrivingFrames, rows_until
@@ -108,7 +108,7 @@ def _random_sizes(rng, count):
 def test_a_frame_is_out_when_its_last_row_is(family):
     layout = layout_of(family, 4)
     rng, count = random.Random(SEED), 20
-    rows = cases.audio_rows(layout, rng, count)
+    rows = audio_rows(layout, rng, count)
     if family == "bagpiper":
         block = ModalityRules(Sampling(), 100, 100)
         rules, before = BagpiperRules(layout, ("audio",), None, block), 1
@@ -127,7 +127,7 @@ def test_the_end_is_known_before_the_drain_is_over():
     layout = layout_of("opuslm", 5)
     rules, rng = OpusLMRules(layout, "audio", Sampling(), 0, 100), random.Random(SEED)
     state, rows = rules.start(), []
-    for number, row in enumerate(cases.audio_rows(layout, rng, 12).tolist()):
+    for number, row in enumerate(audio_rows(layout, rng, 12).tolist()):
         chosen = (layout.specials["eos"], *row[1:]) if number == 6 else tuple(row)
         state, step = rules.advance(state, chosen)
         rows.append(step.emitted)

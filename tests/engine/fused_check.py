@@ -4,22 +4,26 @@ Runs natively where there is a GPU, elsewhere under Triton's interpreter (TRITON
 """
 
 import copy
+import pathlib
 import random
 import sys
 
 import torch
-from worlds import world
 
-from espnet2_vllm.engine.core import SpeechCore, SpeechWeights
-from espnet2_vllm.engine.fused import FusedStep
-from espnet2_vllm.protocol import TEXT
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+from fuzz.draws import layout_and_rules  # noqa: E402
+
+from espnet2_vllm.engine.core import SpeechCore, SpeechWeights  # noqa: E402
+from espnet2_vllm.engine.fused import FusedStep  # noqa: E402
+from espnet2_vllm.protocol import TEXT  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, SLOTS, ROWS = 32, 6, 64
 
 
 def build(rng):
-    layout, make_rules = world(rng)
+    layout, make_rules = layout_and_rules(rng)
     torch.manual_seed(rng.getrandbits(31))
     weights = SpeechWeights(
         torch.randn(layout.vocab_size, HIDDEN, device=DEVICE),
@@ -43,6 +47,14 @@ def check_embed(core, fused, rng):
     starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
     fused.embed(out, ids.to(torch.int32), positions, slots.to(torch.int32), starts)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def check_warm_up(core, weights):
+    """It compiles, or runs, all there is, and leaves no trace."""
+    tables = (core.history, core.phases.table.ints, core.phases.table.floats)
+    before = [table[:SLOTS].clone() for table in tables]
+    FusedStep(core, weights, SLOTS).warm_up(lambda hidden: hidden @ weights.head.t())
+    assert all(torch.equal(table[:SLOTS], saved) for table, saved in zip(tables, before, strict=True))
 
 
 def check_steps(layout, make_rules, weights, core, rng, steps=12):
@@ -100,6 +112,8 @@ def check(seed):
     rng = random.Random(seed)
     layout, make_rules, weights, core = build(rng)
     check_embed(core, FusedStep(core, weights, SLOTS), rng)
+    if seed % 4 == 0:
+        check_warm_up(core, weights)
     return check_steps(layout, make_rules, weights, core, rng)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from worlds import world
+from fuzz.draws import layout_and_rules
 
 from espnet2_vllm.engine.heads import primary_masks
 from espnet2_vllm.engine.phases import make_phases
@@ -29,7 +29,7 @@ def pick(rng, layout, constraint):
 @pytest.mark.parametrize("seed", range(60))
 def test_tensor_protocol_equals_step_functions(seed):
     rng = random.Random(seed)
-    layout, make_rules = world(rng)
+    layout, make_rules = layout_and_rules(rng)
     slots = rng.randint(1, 6)
     phases = make_phases(layout, slots, DEVICE)
     masks = primary_masks(layout, DEVICE)

@@ -5,9 +5,9 @@ import types
 import numpy as np
 import pytest
 import scenarios
-import served as cases
 from conftest import golden_models
-from served import BLOCK, World, replaced
+from fuzz.draws import audio_rows, replaced
+from stage import BLOCK, Stage
 
 from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.engine import channel
@@ -26,14 +26,14 @@ FAMILIES = pytest.mark.parametrize("family", MODELS)
 
 
 @pytest.fixture(scope="module")
-def worlds():
+def stages():
     made = {}
     for family, name in MODELS.items():
         (directory,) = (path for path in golden_models(family) if path.name == name)
-        made[family] = World(ensure_converted(directory), SETTINGS, seed=SEED, requests=14)
+        made[family] = Stage(ensure_converted(directory), SETTINGS, seed=SEED, requests=14)
     yield made
-    for world in made.values():
-        world.close()
+    for stage in made.values():
+        stage.close()
 
 
 # -- history -----------------------------------------------------------------------------------------------------------
@@ -78,21 +78,21 @@ def test_rows_of_the_history_are_used_again():
 
 # -- block hashes ------------------------------------------------------------------------------------------------------
 @FAMILIES
-def test_block_hashes_are_equal_where_all_streams_are_and_only_there(worlds, family):
+def test_block_hashes_are_equal_where_all_streams_are_and_only_there(stages, family):
     """Prompt and generated rows as the model saw them, from the first row on."""
-    world = worlds[family]
-    served, stop = world.engine("roomy"), world.layout.stop_token
-    base = max(world.requests, key=lambda one: len(one.prompt))
-    audio = cases.audio_rows(world.layout, world.rng, len(base.prompt))
-    relatives = [base.prompt, audio, scenarios.other(world, audio, BLOCK + 3, 1), scenarios.other(world, audio, 2, 1)]
-    rules = world.fixed("audio", 40)
-    requests = [*world.requests, *(world.add(f"relative {i}", rows, rules) for i, rows in enumerate(relatives))]
+    stage = stages[family]
+    served, stop = stage.engine("roomy"), stage.layout.stop_token
+    base = max(stage.requests, key=lambda one: len(one.prompt))
+    audio = audio_rows(stage.layout, stage.rng, len(base.prompt))
+    relatives = [base.prompt, audio, scenarios.other(stage, audio, BLOCK + 3, 1), scenarios.other(stage, audio, 2, 1)]
+    rules = stage.fixed("audio", 40)
+    requests = [*stage.requests, *(stage.add(f"relative {i}", rows, rules) for i, rows in enumerate(relatives))]
     requests.append(replaced(requests[-1], f"{requests[-1].request_id}/twin"))
-    world.check(served.run(*requests))
+    stage.check(served.run(*requests))
     content_of, hash_of, primaries, blocks = {}, {}, {}, 0
     for request in requests:
-        generated = world.oracle.expected[request.request_id.split("/")[0]].rows.copy()
-        generated[:, 1:] = scenarios.fed_rows(world, replaced(request, request.request_id.split("/")[0]))[:, 1:]
+        generated = stage.oracle.expected[request.request_id.split("/")[0]].rows.copy()
+        generated[:, 1:] = scenarios.fed_rows(stage, replaced(request, request.request_id.split("/")[0]))[:, 1:]
         generated[-1, 0] = stop
         rows, hashes = np.concatenate([request.prompt, generated]), served.known[request.request_id].block_hashes
         assert len(hashes) == len(rows) // BLOCK
@@ -109,8 +109,8 @@ def test_block_hashes_are_equal_where_all_streams_are_and_only_there(worlds, fam
 # -- what the worker is told -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("setting", SETTINGS)
 @FAMILIES
-def test_text_rows_are_announced(worlds, family, setting):
-    scenarios.text_rows_are_announced(worlds[family], worlds[family].engine(setting))
+def test_text_rows_are_announced(stages, family, setting):
+    scenarios.text_rows_are_announced(stages[family], stages[family].engine(setting))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -145,13 +145,13 @@ def test_configurations_that_cannot_be_served(changes, message):
 
 
 @FAMILIES
-def test_requests_that_are_not_ours_are_refused(worlds, family):
+def test_requests_that_are_not_ours_are_refused(stages, family):
     from vllm import SamplingParams
 
-    world = worlds[family]
-    served = world.engine("roomy")
+    stage = stages[family]
+    served = stage.engine("roomy")
     engine, prompt = served.engine._engine, {"prompt_token_ids": [1, 2, 3]}
-    rules = world.fixed("audio", 20).to_dict()
+    rules = stage.fixed("audio", 20).to_dict()
     for args, message in (
         (None, r"needs SamplingParams.extra_args\['speechlm'\]"),
         ({EXTRA_ARGS: {"rules": rules, "seed": 1, "auxiliary": bytes(8)}}, "2 auxiliary ids for 3 prompt rows"),
@@ -159,5 +159,5 @@ def test_requests_that_are_not_ours_are_refused(worlds, family):
         with pytest.raises(EngineError, match=message):
             engine.add_request("foreign", prompt, SamplingParams(detokenize=False, extra_args=args))
         engine.abort_request(["foreign"])
-    world.check(served.run(*world.requests[:3]))
+    stage.check(served.run(*stage.requests[:3]))
     served.assert_empty()

@@ -16,7 +16,7 @@ from fuzz import ledger  # noqa: E402
 
 SUMMARY = "summary "
 MOST_FAILURES = 5
-WORLDS_A_PROCESS = {"cpu": 200, "cuda": 100_000}  # a fresh process now and then; on CUDA engines start slowly
+WORLDS_A_PROCESS = {"cpu": 100, "cuda": 100_000}  # a fresh process now and then; on CUDA engines start slowly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,7 @@ def _campaign(args: argparse.Namespace) -> int:
     """Processes one after the other until the time, the seeds or the worlds are through; the ledger gets a line each."""
     from fuzz.groups import WORLDS_A_DECK, model_groups
 
-    groups = model_groups(args.models, args.device)
+    groups = model_groups(args.models, args.runner, args.device)
     deadline = time.monotonic() + 60 * (args.minutes or 10) if not (args.seeds or args.worlds) else float("inf")
     deck = WORLDS_A_DECK["small" if args.small else "usual"]
     first = ledger.next_seed(ledger.read(), args.runner, args.device, deck)

@@ -23,7 +23,7 @@ class Scale:
     segment: int
 
 
-SCALES = {"usual": Scale(256, 70, 40), "small": Scale(128, 30, 12)}
+SCALES = {"usual": Scale(256, 70, 24), "small": Scale(128, 30, 8)}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ NAMES = (*RECORDED, *RANDOM)
 APART = ("tiny-olmo2",)
 # On CUDA an engine takes long to start and keeps its memory until the process ends.
 ON_CUDA = ("qwen3-s8-cb64", "bagpiper-s5", "tiny-llama")
+# Triton's interpreter takes time by the stream.
+INTERPRETED = ("bagpiper-s2", "bagpiper-s5", "opuslm-s2", "qwen3-s8-cb64")
 
 
-def model_groups(names: Sequence[str] | None, device: str) -> list[list[str]]:
+def model_groups(names: Sequence[str] | None, runner: str, device: str) -> list[list[str]]:
     """Models of one process after the other.
 
     Raises:
@@ -22,7 +24,8 @@ def model_groups(names: Sequence[str] | None, device: str) -> list[list[str]]:
     for name in names or ():
         if name not in NAMES:
             raise ValueError(f"model {name!r} is unknown; expected some of {', '.join(NAMES)}")
-    chosen = names or (ON_CUDA if device == "cuda" else NAMES)
+    usual = ON_CUDA if device == "cuda" else INTERPRETED if runner == "v2" else NAMES
+    chosen = names or usual
     together = [name for name in chosen if name not in APART]
     apart = [[name] for name in chosen if name in APART]
     # Others have five processes for each of theirs.

@@ -128,7 +128,7 @@ def draw(seed: int, names: Sequence[str], scale: str, settings: Sequence[str] = 
     largest = SCALES[scale].context
     budgets = [rng.choice([seats, rng.randint(seats, 40), rng.randint(seats, largest)]) for _ in range(3)]
     maker = _Entries(rng, deck, models.family_of(model))
-    for _ in range(rng.randint(2, 6 if scale == "small" else 14)):
+    for _ in range(rng.randint(2, 4 if scale == "small" else 11)):
         maker.add(rng.randrange(CARDS))
     return World(
         seed, model, setting, scale, deck, seats, blocks, tuple(budgets[: rng.randint(1, 3)]),
@@ -141,7 +141,7 @@ class _Entries:
 
     def __init__(self, rng: random.Random, deck: int, family: str) -> None:
         self.rng, self.deck, self.family = rng, deck, family
-        self.pace = rng.choice([0, 0, 3, 15])
+        self.pace = rng.choice([0, 0, 2, 7])
         self.trouble = rng.choice([0.0, 0.1, 0.4])
         self.made: list[Entry] = []
 
@@ -160,7 +160,7 @@ class _Entries:
         return len(self.made) - 1
 
     def _rows(self) -> int:
-        return self.rng.choice([1, 2, self.rng.randint(1, 10), self.rng.randint(1, 60)])
+        return self.rng.choice([1, 2, self.rng.randint(1, 10), self.rng.randint(1, 40)])
 
     def _troubles(self) -> tuple[int | None, tuple[int, ...], tuple[int, ...]]:
         rng, trouble = self.rng, self.trouble

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..engine.memory import OWNERS
 from ..errors import DataError
 from ..io.files import whole_file
-from .memory import OWNERS
 from .profile import DEVICE_PARTS, HOST_PARTS
 from .systems import ENGINE, PLAIN, PYTORCH, TITLES
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.memory import memory_by_owner
 from ..errors import EngineError
 from ..plan import RowRequest, RowResult
 from .geometry import Geometry
-from .memory import free_device, memory_by_owner, runner_of
+from .memory import free_device, runner_of
 
 ENGINE, PLAIN, PYTORCH = "engine", "plain", "pytorch"
 TITLES = {ENGINE: "this engine", PLAIN: "plain-text vLLM", PYTORCH: "sequential pytorch"}

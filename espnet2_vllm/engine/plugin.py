@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 ARCHITECTURES = ("SpeechLMQwen3ForCausalLM", "SpeechLMLlamaForCausalLM", "SpeechLMOlmo2ForCausalLM")
 
 
@@ -9,7 +11,18 @@ def register() -> None:
     """Registers lazily by name, so that nothing heavy is imported and no device is touched here; may be called often."""
     from vllm import ModelRegistry
 
+    _set_up_logging()
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:
         if name not in known:
             ModelRegistry.register_model(name, f"espnet2_vllm.engine.models:{name}")
+
+
+def _set_up_logging() -> None:
+    """In a process that vLLM started nobody has set up logging but vLLM, for itself: what it shows, it shows of ours too."""
+    own, theirs = logging.getLogger("espnet2_vllm"), logging.getLogger("vllm")
+    if own.hasHandlers() or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        own.addHandler(handler)
+    own.setLevel(theirs.getEffectiveLevel())

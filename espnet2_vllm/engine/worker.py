@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from .memory import described, memory_by_owner
+
+log = logging.getLogger(__name__)
 
 
 class SpeechWorker:
@@ -24,6 +29,7 @@ class SpeechWorker:
         result = super().compile_or_warm_up_model(*args, **kwargs)
         if self._v2:
             self.model_runner.model_state.warm_up()
+        log.info("device memory: %s", described(memory_by_owner(self.model_runner)))
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from espnet2_vllm.bench import timing
-from espnet2_vllm.bench.memory import memory_by_owner
 from espnet2_vllm.bench.systems import FirstRows
+from espnet2_vllm.engine.memory import described, memory_by_owner
 from espnet2_vllm.plan import RowResult
 
 
@@ -88,3 +88,5 @@ def test_memory_counts_each_storage_once():
     assert on_v1["auxiliary_heads"] == 4 * 12 + 16
     plain = memory_by_owner(types.SimpleNamespace(model=model, kv_caches=caches))
     assert plain["history_table"] == plain["auxiliary_heads"] == 0
+    owners = {"weights": 3 * 2**30, "kv_cache": 2**29, "other": None}
+    assert described(owners) == "weights 3,072 MiB, kv cache 512 MiB; 3,584 MiB in all"

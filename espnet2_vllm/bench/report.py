@@ -77,7 +77,8 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def add_ratios(cells: Iterable[dict[str, Any]]) -> None:
     """Adds to each measured cell of this engine its rate over plain text's (same load), over the sequential backend's (same
-    workload), and where it is guided over its own without guidance (same load and workload)."""
+    workload), and where it is guided over its own without guidance (same load and workload), and over what two independent
+    requests for each guided one would leave: half the rate without guidance of twice as many."""
     cells = [cell for cell in cells if "rows_per_s" in cell]
     load = ("in_flight", "prompt", "output")
     kind = ("workload", "guidance")
@@ -88,6 +89,8 @@ def add_ratios(cells: Iterable[dict[str, Any]]) -> None:
         if cell["system"] == ENGINE:
             if cell["guidance"] != 1:
                 cell["to_unguided"] = _ratio(cell, own.get(_key(cell, (*load, "workload"))))
+                twice = own.get(_key({**cell, "in_flight": 2 * cell["in_flight"]}, (*load, "workload")))
+                cell["to_naive"] = _ratio(cell, twice and twice / 2)
             cell["to_plain"] = _ratio(cell, plain.get(_key(cell, load)))
             cell["to_pytorch"] = _ratio(cell, sequential.get(_key(cell, kind)))
 
@@ -122,6 +125,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("to plain text", "to_plain", _number(2)),
     ("to pytorch", "to_pytorch", _number(1)),
     ("to cfg 1", "to_unguided", _number(2)),
+    ("to two requests", "to_naive", _number(2)),
     ("model FLOP use", "flops_share", _number(2, 100, " %")),
     ("TFLOP/s", "flops", _number(1, 1e-12)),
     ("GB/s", "bandwidth", _number(0, 1e-9)),

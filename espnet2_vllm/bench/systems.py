@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -225,10 +226,14 @@ def start(
     else:
         kind = {ENGINE: SpeechSystem, PLAIN: PlainSystem}[name]
         system = kind(geometry, scratch, dtype, options)
+        # As vLLM does once an engine of a process of its own has started.
+        gc.collect()
+        gc.freeze()
     return system, time.perf_counter() - began
 
 
 def stop(system: System) -> int:
     """Closes ``system`` and frees the device; bytes that torch still holds on the GPU afterwards."""
     system.close()
+    gc.unfreeze()
     return free_device()

@@ -130,7 +130,7 @@ def earlier(tmp_path) -> pathlib.Path:
     from espnet2_vllm.bench.report import add_ratios, new_report, write_report
 
     cells = [cell("pytorch", 1, 20.0, "audio"), cell("plain", 1, 160.0), cell("plain", 64, 4000.0)]
-    cells += [cell("engine", n, rate, "audio") for n, rate in ((1, 200.0), (64, 8000.0))]
+    cells += [cell("engine", n, rate, "audio") for n, rate in ((1, 200.0), (64, 8000.0), (128, 9600.0))]
     cells += [cell("engine", 64, 6000.0, "audio", 3.0)]
     add_ratios(cells)
     report = new_report("espnet2-vllm bench bagpiper-8b", {"name": "NVIDIA H200", "memory": 1, "cuda": "13.0"})
@@ -145,11 +145,12 @@ def test_ratios_are_to_the_same_load(earlier, capsys):
     table = capsys.readouterr().out
     rows = [[value.strip() for value in line.split("|")] for line in table.splitlines() if "|" in line]
     headings = rows[0]
-    shown = {(row[1], row[3], row[4]): dict(zip(headings, row, strict=True)) for row in rows[2:8]}
+    shown = {(row[1], row[3], row[4]): dict(zip(headings, row, strict=True)) for row in rows[2:9]}
     assert shown["this engine", "1", "1"]["to plain text"] == "1.25"
     assert shown["this engine", "1", "64"]["to plain text"] == "2.00"
     assert shown["this engine", "1", "64"]["to pytorch"] == "400.0"
     assert shown["this engine", "3", "64"]["to cfg 1"] == "0.75"
+    assert shown["this engine", "3", "64"]["to two requests"] == "1.25"
     assert shown["this engine", "3", "64"]["to pytorch"] == "-"  # was not measured with guidance
     assert shown["plain-text vLLM", "1", "64"]["to plain text"] == "-"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scenarios
 from conftest import golden_models
-from fuzz.draws import audio_rows, replaced
+from fuzz.draws import audio_rows, cropped, replaced
 from stage import BLOCK, Stage
 
 from espnet2_vllm.checkpoint import ensure_converted
@@ -77,6 +77,14 @@ def test_rows_of_the_history_are_used_again():
 
 
 # -- block hashes ------------------------------------------------------------------------------------------------------
+def heard(request, rows, hidden):
+    """The continuous rows among the first ``rows`` of a prompt, and where they are."""
+    vectors = np.zeros((rows, hidden), dtype=np.float32)
+    for part in cropped(request.continuous, 0, rows):
+        vectors[part.start : part.start + part.count] = part.vectors
+    return vectors.tobytes()
+
+
 @FAMILIES
 def test_block_hashes_are_equal_where_all_streams_are_and_only_there(stages, family):
     """Prompt and generated rows as the model saw them, from the first row on."""
@@ -97,10 +105,11 @@ def test_block_hashes_are_equal_where_all_streams_are_and_only_there(stages, fam
         rows, hashes = np.concatenate([request.prompt, generated]), served.known[request.request_id].block_hashes
         assert len(hashes) == len(rows) // BLOCK
         for index, block_hash in enumerate(hashes):
-            content = rows[: (index + 1) * BLOCK]
-            assert content_of.setdefault(block_hash, content.tobytes()) == content.tobytes(), request.request_id
-            assert hash_of.setdefault(content.tobytes(), block_hash) == block_hash, request.request_id
-            primaries.setdefault(content[:, 0].tobytes(), set()).add(block_hash)
+            ids = rows[: (index + 1) * BLOCK]
+            content = ids.tobytes() + heard(request, len(ids), stage.oracle.hidden)
+            assert content_of.setdefault(block_hash, content) == content, request.request_id
+            assert hash_of.setdefault(content, block_hash) == block_hash, request.request_id
+            primaries.setdefault(ids[:, 0].tobytes(), set()).add(block_hash)
             blocks += 1
     assert len(content_of) < blocks, "nothing was shared"
     assert max(map(len, primaries.values())) > 1, "no two blocks differ in their auxiliary ids alone"

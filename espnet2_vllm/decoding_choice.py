@@ -1,0 +1,124 @@
+"""Decoding settings of a call from Python: what a yaml says, and single settings over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+# Those of the released models (inference_sft.yaml without guidance; decode_general.yaml), where nothing else is said.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "bagpiper": {
+        "audio": {"temperature": 0.8, "topk": 20, "cfg": 1, "max_step": 2048, "min_step": 50},
+        "text": {"temperature": 0.6, "topk": 20, "cfg": 1, "max_step": 8192, "min_step": 1},
+    },
+    "opuslm": {
+        "codec_ssl": {
+            "search_algo": "topk_sampling", "sampling_temperature": 0.8, "topk": 30, "length_method": "absolute",
+            "maxlen": 2048, "minlen": 3,
+        },
+        "text_bpe": {
+            "search_algo": "greedy_search", "sampling_temperature": 0.8, "topk": 20, "length_method": "absolute",
+            "maxlen": 2048, "minlen": 1,
+        },
+    },
+}  # fmt: skip
+_BLOCKS = {
+    "bagpiper": {"audio": "audio", "text": "text"},
+    "opuslm": {"audio": "codec_ssl", "text": "text_bpe"},
+}
+_NAMES = {
+    "bagpiper": {"temperature": "temperature", "topk": "topk", "max_step": "max_step", "min_step": "min_step"},
+    "opuslm": {"temperature": "sampling_temperature", "topk": "topk", "max_step": "maxlen", "min_step": "minlen"},
+}
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Settings over those of a yaml or of the model; None leaves them as they are.
+
+    Attributes:
+        cfg: guidance scale of audio (Bagpiper); 1 is none.
+        temperature, topk: of text and audio; temperature 0 takes the best (``topk`` 1).
+        max_step, min_step: rows of a segment, of text and audio.
+        enforce_modality: modalities of the first segments (Bagpiper).
+        text, audio: settings of one modality alone, in the words of the yaml; they win over the others.
+        source: a yaml file, or what it would hold, under all of these.
+    """
+
+    cfg: float | None = None
+    temperature: float | None = None
+    topk: int | None = None
+    max_step: int | None = None
+    min_step: int | None = None
+    enforce_modality: tuple[str, ...] | None = None
+    text: Mapping[str, Any] | None = None
+    audio: Mapping[str, Any] | None = None
+    source: Mapping[str, Any] | str | Path | None = None
+
+    @classmethod
+    def over(cls, decoding: Decoding | Mapping[str, Any] | str | Path | None, **defaults: Any) -> Decoding:
+        """``decoding`` with ``defaults`` where it says nothing itself."""
+        if not isinstance(decoding, Decoding):
+            decoding = cls(source=decoding)
+        if isinstance(decoding.source, Mapping):
+            defaults = {name: value for name, value in defaults.items() if name not in decoding.source}
+        return replace(decoding, **{k: v for k, v in defaults.items() if getattr(decoding, k) is None})
+
+    def apply(self, settings: dict[str, Any], family: str) -> dict[str, Any]:
+        """``settings``, as a yaml of ``family`` holds them, with these over them.
+
+        Raises:
+            ConfigError: for a setting that the family does not have.
+        """
+        if family == "opuslm" and (self.cfg is not None or self.enforce_modality is not None):
+            raise ConfigError(
+                "cfg and enforce_modality are for Bagpiper checkpoints; OpusLM takes the answer's turns instead"
+            )
+        result = {**settings}
+        shared = {name: getattr(self, name) for name in _NAMES[family] if getattr(self, name) is not None}
+        for modality, block in _BLOCKS[family].items():
+            own = dict(getattr(self, modality) or {})
+            wanted = {_NAMES[family][name]: value for name, value in shared.items()}
+            if modality == "audio" and self.cfg is not None:
+                wanted["cfg"] = self.cfg
+            if family == "opuslm" and wanted.get("sampling_temperature") == 0:
+                del wanted["sampling_temperature"]
+                wanted["topk"] = 1
+            if block in settings or own:
+                result[block] = {**(settings.get(block) or {}), **wanted, **own}
+        if self.enforce_modality is not None:
+            result["enforce_modality"] = list(self.enforce_modality)
+        return result
+
+
+def settings_of(family: str, *choices: Decoding | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """What a yaml of ``family`` would hold: the released models' settings, then each of ``choices`` over them.
+
+    Raises:
+        ConfigError: for a file that cannot be read.
+    """
+    settings = DEFAULTS[family]
+    for choice in choices:
+        made = choice if isinstance(choice, Decoding) else Decoding(source=choice)
+        if made.source is not None:
+            settings = _read(made.source)
+        settings = made.apply(settings, family)
+    return settings
+
+
+def _read(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source}: cannot be read as decoding settings: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{source}: expected decoding settings (blocks of modalities), found {type(found).__name__}")
+    return found

@@ -1,0 +1,103 @@
+"""Conversations as the Python interface takes them, for checkpoints of either family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..layout import Layout
+from ..plan import Given, Utterance, Wanted
+from .opuslm import Facts, Tokenizer, Turn, opuslm_sequence, segment_bounds
+from .tasks import find_task
+
+# Modalities in plain words -> the names of OpusLM.
+OPUSLM_NAMES = {"text": "text_bpe", "audio": "codec_ssl"}
+
+
+def checked_messages(messages: Any, where: str = "messages") -> list[list[Any]]:
+    """``[role, modality, content]`` each, as lists; roles and modalities are looked at by the families themselves.
+
+    Raises:
+        DataError: if they are nothing of the kind.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise DataError(f"{where}: expected a list of [role, modality, content], got {messages!r}")
+    found = []
+    for i, message in enumerate(messages):
+        if isinstance(message, (str, bytes)) or not isinstance(message, Sequence) or len(message) != 3:
+            raise DataError(f"{where}[{i}] is {message!r}, expected [role, modality, content]")
+        role, modality, content = message
+        found.append([role, modality, _content(content)])
+    return found
+
+
+def _content(content: Any) -> Any:
+    """A path becomes its name; samples of any library an array."""
+    if hasattr(content, "__fspath__"):
+        return content.__fspath__()
+    if isinstance(content, Sequence) and not isinstance(content, str) and len(content) == 2:
+        samples, rate = content
+        if hasattr(samples, "__array__") or isinstance(samples, Sequence):
+            return np.asarray(samples), int(rate)
+    return content
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether it is one conversation, not a list of them."""
+    first = messages[0] if isinstance(messages, Sequence) and len(messages) else None
+    return isinstance(first, Sequence) and len(first) > 0 and isinstance(first[0], str)
+
+
+def opuslm_conversation(
+    layout: Layout,
+    tokenizer: Tokenizer,
+    facts: Facts,
+    messages: Sequence[Sequence[Any]],
+    *,
+    key: str,
+    answer: Sequence[str],
+    load_audio: Callable[[Any], np.ndarray],
+    seed: int = 0,
+) -> Utterance:
+    """A dialogue whose turns are given, the assistant's earlier ones too, and the turns of the ``answer`` wanted.
+
+    Args:
+        messages: roles ``system``, ``user``, ``assistant``; modalities ``text`` and ``audio`` (or OpusLM's own names). The audio
+            of a system message is the voice that is asked for.
+        answer: modalities of the turns to generate, in their order.
+        load_audio: content of an audio message to codes as arks hold them.
+        seed: of the place of a voice prompt that is too long.
+
+    Raises:
+        DataError: for a role, modality or content that cannot be prompted, or a dialogue that is too long.
+    """
+    turns = []
+    for i, (role, modality, content) in enumerate(messages):
+        name = OPUSLM_NAMES.get(modality, modality)
+        try:
+            codes = load_audio(content) if name == "codec_ssl" else content
+        except DataError as error:
+            raise DataError(f"message {i}: {error}") from error
+        turns.append(Turn(role, name, False, codes))
+    names = [OPUSLM_NAMES.get(modality, modality) for modality in answer]
+    turns += [Turn("assistant", name, True, "" if name == "text_bpe" else np.zeros(0, np.int32)) for name in names]
+    spoken = any(turn.modality == "codec_ssl" for turn in turns)
+    task = find_task("audio_dialogue" if spoken else "text_dialogue", "messages")
+    rows = opuslm_sequence(layout, tokenizer, task, {"dialogue": turns}, facts, random.Random(seed))
+    bounds = segment_bounds(layout, rows, task)
+    if len(bounds) < len(turns):
+        raise DataError(
+            f"a dialogue of {len(turns)} turns is longer than the {facts.n_ctx} rows of the checkpoint's n_ctx; shorten it"
+        )
+    parts: list[Given | Wanted] = []
+    for bound, turn in zip(bounds, turns, strict=True):
+        if turn.is_target:
+            parts.append(Wanted(rows[bound.start : bound.mark + 1], turn.modality, turn.role))
+        else:
+            modality = layout.modality_of(int(rows[bound.mark, 0]))
+            parts.append(Given(rows[bound.start : bound.stop], modality, turn.role))
+    return Utterance(key, tuple(parts), {"task": task.name, "chat": True})

@@ -1,0 +1,456 @@
+"""The Python interface: a checkpoint that listens, answers and speaks.
+
+    from espnet2_vllm import SpeechLM
+    print(SpeechLM.from_pretrained("exp/bagpiper").describe("speech.wav"))
+
+Messages are what ``dialogue`` jsonl lines hold: ``[role, modality, content]`` with the roles ``system``, ``user`` and
+``assistant``, the modalities ``text`` and ``audio``, and as content a text, the name of a recording (a path, ``ark:offset`` or
+``command |``) or (samples, rate). Nothing heavy is imported before a checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .decoding_choice import Decoding, settings_of
+from .drive import draw_seed, drive, drive_again, more_hypotheses
+from .errors import AbortError, CheckpointError, ConfigError, DataError, SpeechLMError
+from .plan import ABORT, FAILED, REFUSED, Hypothesis, Result, Segment, Utterance
+from .prompt.conversation import checked_messages, is_conversation, opuslm_conversation
+
+if TYPE_CHECKING:
+    from .audio.tower import AudioTower
+    from .backends import Engine
+    from .checkpoint import Checkpoint
+    from .decoding import DecodingConfig
+    from .io.results import Speech
+    from .streaming import EngineThread
+    from .text import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+DESCRIBE = "Describe the audio."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a conversation was answered.
+
+    Attributes:
+        messages: ``["assistant", modality, content]`` of each segment; audio as (samples [n] float32, rate).
+        outcome: of ``plan.Result``: ``ok``, ``length``, ``no_audio``, ``abort`` or ``refused``; ``reason`` says why.
+        result: rows, log-probabilities and further hypotheses.
+    """
+
+    messages: tuple[tuple[str, str, Any], ...]
+    outcome: str
+    reason: str
+    result: Result
+
+    @property
+    def text(self) -> str:
+        """Of all text segments, a line each."""
+        return "\n".join(content for _, modality, content in self.messages if modality == "text")
+
+    @property
+    def audio(self) -> tuple[np.ndarray, int] | None:
+        """The last audio segment that has samples."""
+        spoken = [content for _, modality, content in self.messages if modality == "audio" and content is not None]
+        return spoken[-1] if spoken else None
+
+
+class SpeechLM:
+    """A checkpoint on an engine. Any number of threads and coroutines may use it at once; their requests are batched.
+
+    Made by ``from_pretrained``. Leaving the block, or ``close``, frees the device.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        backend: str = "vllm",
+        dtype: str | None = None,
+        device: str | None = None,
+        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        long_audio: str = "cut",
+        **options: Any,
+    ) -> None:
+        from .bin.options import choose_device
+        from .plan import LONG_AUDIO
+        from .prompt.bagpiper import listening_of
+
+        if long_audio not in LONG_AUDIO:
+            raise ConfigError(f"long_audio {long_audio!r} is unknown; expected one of {', '.join(LONG_AUDIO)}")
+        self.checkpoint, self.backend, self.options = checkpoint, backend, options
+        self.device = choose_device(device, gpu=True)
+        self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
+        self.decoding = decoding
+        self.notes: Counter[str] = Counter()
+        self.listening = listening_of(checkpoint, long_audio)
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._thread: EngineThread | None = None
+        self.config(None)  # a mistake in the settings should not wait for the engine
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, *, model_file: str | Path | None = None, vocab_order: str = "name", **options: Any
+    ) -> SpeechLM:
+        """Opens a checkpoint.
+
+        Args:
+            name: a converted directory; an ESPnet experiment or release folder or its training yaml, which is converted once;
+                or a tag of the Hugging Face hub, which is downloaded once.
+            model_file: the model, where the folder holds several or none.
+            vocab_order: see ``espnet2-vllm convert``.
+            options: ``backend`` (``vllm`` or ``pytorch``), ``dtype`` (bfloat16 on a GPU, else float32), ``device`` (of codec and
+                encoder), ``decoding`` (defaults of every call), ``long_audio`` (``cut``, ``refuse`` or ``whole``: recordings
+                beyond 30 s), and options of the engine such as ``max_num_seqs``.
+
+        Raises:
+            CheckpointError: if there is no such checkpoint, or it cannot be used.
+            ConfigError: for an option or setting that cannot be used.
+        """
+        from .checkpoint import ensure_converted
+
+        folder = name if Path(name).exists() else _download(str(name))
+        return cls(ensure_converted(folder, model_file, vocab_order=vocab_order), **options)
+
+    @classmethod
+    def from_server(cls, url: str, **options: Any) -> SpeechLM:
+        """Not there yet: raises ConfigError."""
+        raise ConfigError(
+            f"from_server({url!r}): this version of espnet2_vllm has no server to speak to; use SpeechLM.from_pretrained, which "
+            "runs the model in this process"
+        )
+
+    # -- what it does -------------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        messages: Sequence[Any],
+        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        *,
+        answer: Sequence[str] = ("text",),
+        seed: int | None = None,
+    ) -> Answer | list[Answer]:
+        """Answers a conversation, or many of them together.
+
+        Args:
+            messages: one conversation, or a list of them.
+            decoding: settings for this call, over the model's own.
+            answer: OpusLM only: the modalities of the assistant's turns to generate. (Bagpiper: ``enforce_modality``.)
+            seed: of the sampling; None draws one and logs it. A conversation's samples depend on its place in the list.
+
+        Returns:
+            An ``Answer``, or as many as there are conversations, in their order.
+
+        Raises:
+            DataError, ...: if the one conversation is refused. Of many, the refused ones have that outcome.
+        """
+        futures, single = self._begin(messages, decoding, answer, seed)
+        answers = self._answers([future.result() for future in futures])
+        return _only(answers) if single else answers
+
+    async def generate_async(self, messages: Sequence[Any], *args: Any, **options: Any) -> Answer | list[Answer]:
+        """``generate`` for coroutines: many calls at once are batched by the engine."""
+        futures, single = await asyncio.to_thread(self._begin, messages, *_arguments(*args, **options))
+        results = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        answers = await asyncio.to_thread(self._answers, results)
+        return _only(answers) if single else answers
+
+    def describe(
+        self,
+        audio: Any,
+        prompt: str | None = DESCRIBE,
+        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        *,
+        seed: int | None = None,
+    ) -> str:
+        """What is to be heard in a recording (a path or (samples, rate)), or the answer to ``prompt``, thinking included."""
+        messages = [["user", "audio", audio], *([["user", "text", prompt]] if prompt else [])]
+        return self.generate(messages, Decoding.over(decoding, enforce_modality=("text",)), seed=seed).text
+
+    def render(
+        self,
+        scene: str,
+        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        *,
+        seed: int | None = None,
+    ) -> tuple[bytes | None, str]:
+        """The sound of a described scene: a wav file (16-bit), None if the model gave no sound, and the text before it."""
+        decoding = Decoding.over(decoding, enforce_modality=("text", "audio"))
+        found = self.generate([["user", "text", scene]], decoding, answer=("text", "audio"), seed=seed)
+        return None if found.audio is None else wav_bytes(*found.audio), found.text
+
+    def close(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._thread.close()
+                self._engine.close()
+            self._thread = self._engine = None
+
+    def __enter__(self) -> SpeechLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- its parts, each made when it is first needed -----------------------------------------------------------------
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        from .text import TextTokenizer
+
+        return TextTokenizer(self.checkpoint.tokenizer_dir)
+
+    @cached_property
+    def speech(self) -> Speech:
+        """The codec. CheckpointError if the checkpoint names none."""
+        from .bin.job import load_fitting_codec
+        from .codec import SILENT_FRAMES
+        from .io.results import Speech
+
+        if self.checkpoint.codec is None:
+            raise CheckpointError(f"{self.checkpoint.path}: the checkpoint names no codec, so there is no sound")
+        codec = load_fitting_codec(
+            self.checkpoint.codec, self.checkpoint.codec_base, self.checkpoint.layout, self.device
+        )
+        return Speech(codec, silent_frames=SILENT_FRAMES if self.checkpoint.family == "opuslm" else 0)
+
+    @cached_property
+    def tower(self) -> AudioTower:
+        from .audio.tower import AudioTower
+
+        return AudioTower(self.checkpoint, dtype=self.dtype, device=self.device)
+
+    @property
+    def engine(self) -> EngineThread:
+        """The engine's thread, through which everything goes."""
+        from .backends import make_engine
+        from .streaming import EngineThread
+
+        with self._lock:
+            if self._thread is None:
+                options = {"device": self.device, **self.options} if self.backend == "pytorch" else self.options
+                self._engine = make_engine(self.backend, self.checkpoint, self.dtype, **options)
+                self._thread = EngineThread(self._engine)
+            return self._thread
+
+    def config(self, decoding: Decoding | Mapping[str, Any] | str | Path | None) -> DecodingConfig:
+        """The model's settings with those of a call over them. ConfigError, naming the key, for what is wrong."""
+        from .decoding import load_decoding
+
+        config = load_decoding(settings_of(self.checkpoint.family, self.decoding, decoding), self.checkpoint.family)
+        config.check_vocabulary(self.checkpoint.layout.vocab_size)
+        return config
+
+    # -- from messages to utterances ----------------------------------------------------------------------------------
+    def utterances(
+        self, conversations: Sequence[Any], answer: Sequence[str] = ("text",), seed: int = 0
+    ) -> list[Utterance | SpeechLMError]:
+        """One for each conversation, by its place as key, its sound encoded; or why there is none."""
+        found: list[Utterance | SpeechLMError] = []
+        for place, messages in enumerate(conversations):
+            try:
+                found.append(self._utterance(str(place), checked_messages(messages), answer, seed))
+            except DataError as error:
+                found.append(error)
+        from .audio.ahead import encode_batch
+
+        heard = [i for i, item in enumerate(found) if isinstance(item, Utterance) and _sounds(item)]
+        if heard:
+            with self._lock:
+                encoded = encode_batch([found[i] for i in heard], self.tower)
+            for place, item in zip(heard, encoded, strict=True):
+                found[place] = item
+        return found
+
+    def _utterance(self, key: str, messages: list[list[Any]], answer: Sequence[str], seed: int) -> Utterance:
+        layout = self.checkpoint.layout
+        if self.checkpoint.family == "opuslm":
+            from .prompt.opuslm import Facts
+
+            facts = Facts.from_preprocessor(self.checkpoint.preprocessor)
+            return opuslm_conversation(
+                layout, self.tokenizer, facts, messages, key=key, answer=answer, load_audio=load_codes, seed=seed
+            )
+        from .prompt.bagpiper import bagpiper_utterance, codec_encoder
+
+        def encode(clips: Sequence[Any]) -> Sequence[np.ndarray]:
+            with self._lock:
+                return codec_encoder(layout, self.speech.codec, self.notes)(clips)
+
+        return bagpiper_utterance(
+            layout,
+            self.tokenizer,
+            messages,
+            key=key,
+            encode_audio=None if self.checkpoint.codec is None else encode,
+            listening=self.listening,
+            upto_assistant=False,
+        )
+
+    # -- through the engine -------------------------------------------------------------------------------------------
+    def _begin(
+        self,
+        messages: Sequence[Any],
+        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        answer: Sequence[str] = ("text",),
+        seed: int | None = None,
+    ) -> tuple[list[Future[Result]], bool]:
+        config = self.config(decoding)
+        single = is_conversation(messages)
+        seed = draw_seed() if seed is None else seed
+        futures = []
+        items = self.utterances([messages] if single else messages, answer, seed)
+        for place, item in enumerate(items):
+            if isinstance(item, SpeechLMError):
+                future: Future[Result] = Future()
+                future.set_result(Result(str(place), (), REFUSED, str(item)))
+                if single:
+                    raise item
+            else:
+                future = _Generation(self.engine, item, config, seed).future
+            futures.append(future)
+        return futures, single
+
+    def _answers(self, results: Sequence[Result]) -> list[Answer]:
+        from .io.content import bagpiper_content, opuslm_content
+
+        layout = self.checkpoint.layout
+        content_of = bagpiper_content if layout.family == "bagpiper" else opuslm_content
+        decode_text = getattr(self.tokenizer, f"decode_{layout.family}")
+        messages: list[list[list[Any]]] = []
+        spoken: list[tuple[list[Any], np.ndarray]] = []
+        for result in results:
+            messages.append([])
+            for segment in _generated(result):
+                content = content_of(layout, segment)
+                message = ["assistant", segment.modality, None]
+                if content.text is not None:
+                    message[2] = decode_text(content.text)
+                elif content.codes is not None and len(content.codes):
+                    spoken.append((message, content.codes))
+                messages[-1].append(message)
+        if spoken:
+            with self._lock:
+                sounds = self.speech.decode([codes for _, codes in spoken])
+            for (message, _), sound in zip(spoken, sounds, strict=True):
+                if isinstance(sound, SpeechLMError):
+                    raise sound
+                message[2] = sound, self.speech.sample_rate
+        return [
+            Answer(tuple(map(tuple, found)), result.outcome, result.reason, result)
+            for found, result in zip(messages, results, strict=True)
+        ]
+
+
+class _Generation:
+    """All hypotheses of an utterance on their way; ``future`` gets the result."""
+
+    def __init__(self, thread: EngineThread, utterance: Utterance, config: DecodingConfig, seed: int) -> None:
+        self._thread, self._utterance, self._config, self._seed = thread, utterance, config, seed
+        self._layout = thread.engine.layout
+        self._hypotheses: list[Hypothesis | None] = [None]
+        self.future: Future[Result] = Future()
+        driver = drive(self._layout, utterance, config, seed=seed, context=thread.engine.max_rows)
+        thread.start(driver, lambda outcome: self._done(0, outcome))
+
+    def _done(self, index: int, outcome: Hypothesis | SpeechLMError) -> None:
+        from .backends.run import outcome_of
+
+        if self.future.done():
+            return
+        if isinstance(outcome, SpeechLMError):
+            found = ABORT if isinstance(outcome, AbortError) else REFUSED
+            self.future.set_result(Result(self._utterance.key, (), found, str(outcome), self._utterance))
+            return
+        self._hypotheses[index] = outcome
+        if index == 0 and self._layout.family == "bagpiper":
+            more = more_hypotheses(self._config, outcome)
+            self._hypotheses += [None] * more
+            for k in range(1, more + 1):
+                again = drive_again(self._layout, self._utterance, self._config, outcome, seed=self._seed, hypothesis=k)
+                self._thread.start(again, lambda found, k=k: self._done(k, found))
+        if all(hypothesis is not None for hypothesis in self._hypotheses):
+            hypotheses = tuple(self._hypotheses)
+            found, reason = outcome_of(self._layout, self._config, hypotheses)
+            self.future.set_result(Result(self._utterance.key, hypotheses, found, reason, self._utterance))
+
+
+def load_codes(content: Any) -> np.ndarray:
+    """Codes of an audio message of OpusLM: an array of whole numbers, or ``ark:offset``.
+
+    Raises:
+        DataError: for what holds none.
+    """
+    from .io.kaldi import load_codes as from_ark
+
+    if isinstance(content, np.ndarray):
+        return content
+    if isinstance(content, str):
+        return from_ark(content, Path("."))
+    raise DataError(
+        f"audio for OpusLM must be codes (whole numbers, [frames, streams]) or ark:offset, got {type(content).__name__}; "
+        "tokenise the recording with the recipe's stage 5 first"
+    )
+
+
+def wav_bytes(samples: np.ndarray, rate: int) -> bytes:
+    """A 16-bit wav file of [n] float samples, as ESPnet writes them."""
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate, subtype="PCM_16", format="WAV")
+    return buffer.getvalue()
+
+
+def _sounds(utterance: Utterance) -> bool:
+    return any(getattr(part, "continuous", ()) for part in utterance.parts)
+
+
+def _generated(result: Result) -> list[Segment]:
+    """Generated segments of the first hypothesis, then the last one of each other."""
+    if not result.hypotheses:
+        return []
+    first, *others = result.hypotheses
+    return [*(s for s in first.segments if s.generated), *(other.segments[-1] for other in others)]
+
+
+def _only(answers: list[Answer]) -> Answer:
+    (answer,) = answers
+    if answer.outcome in FAILED:
+        raise DataError(answer.reason)
+    return answer
+
+
+def _arguments(
+    decoding: Any = None, *, answer: Sequence[str] = ("text",), seed: int | None = None
+) -> tuple[Any, Sequence[str], int | None]:
+    return decoding, answer, seed
+
+
+def _download(tag: str) -> Path:
+    """The hub's files of ``tag``, fetched if they are not here."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(tag))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{tag}: there is no such folder, and the hub gave no checkpoint of that name "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,212 @@
+"""The Python interface: messages in, texts and sounds out, the same as ESPnet's recorded ones."""
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+from conftest import golden_files
+
+from espnet2_vllm import Decoding, SpeechLM, split_thinking
+from espnet2_vllm.decoding_choice import settings_of
+from espnet2_vllm.errors import CheckpointError, ConfigError, DataError
+
+CASES = golden_files("bagpiper/qwen3-s4-cb32-contaudio/cases/*cont_audio*.json")
+GREEDY = Decoding(temperature=0.0, max_step=12, min_step=2)
+
+
+def contaudio():
+    (config,) = golden_files("bagpiper/qwen3-s4-cb32-contaudio/train.yaml")
+    return config.parent
+
+
+@pytest.fixture(scope="module", params=["pytorch", "vllm"])
+def model(request):
+    pytest.importorskip(request.param if request.param == "vllm" else "torch")
+    options = {"max_num_seqs": 8} if request.param == "vllm" else {}
+    with SpeechLM.from_pretrained(contaudio(), backend=request.param, **options) as opened:
+        yield opened
+
+
+def load(path):
+    case = json.loads(path.read_text(encoding="utf-8"))
+    with np.load(path.with_suffix(".npz")) as arrays:
+        arrays = dict(arrays)
+    messages = [
+        [role, kind, (arrays[content["npz_key"]], content["sample_rate"]) if kind == "audio" else content]
+        for role, kind, content in case["messages"]
+    ]
+    return case, arrays, messages
+
+
+def sound(path, seconds=0.7, rate=16000, channels=1):
+    wav = np.random.default_rng(5).standard_normal((round(seconds * rate), channels)) * 0.1
+    soundfile.write(path, wav, rate)
+    return path
+
+
+# -- recorded answers --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_answers_are_espnets(model, path):
+    case, arrays, messages = load(path)
+    answer = model.generate(messages, case["inference_config"])
+    assert len(answer.messages) == len(case["output_messages"])
+    for mine, (role, modality, theirs) in zip(answer.messages, case["output_messages"], strict=True):
+        assert mine[:2] == (role, modality)
+        if modality == "text":
+            assert mine[2] == theirs
+        else:
+            np.testing.assert_allclose(mine[2][0], arrays[theirs["npz_key"]].reshape(-1), atol=2.4e-5)
+            assert mine[2][1] == theirs["sample_rate"]
+
+
+def test_a_batch_and_coroutines_answer_as_one_by_one(model):
+    loaded = [load(path) for path in CASES]
+    conversations = [messages for _, _, messages in loaded] + [[["user", "text", "hello"]]]
+    alone = [model.generate(messages, GREEDY).messages for messages in conversations]
+    together = model.generate(conversations, GREEDY)
+
+    async def at_once():
+        return await asyncio.gather(*(model.generate_async(messages, GREEDY) for messages in conversations))
+
+    for found in (together, asyncio.run(at_once())):
+        for mine, theirs in zip(found, alone, strict=True):
+            assert [m[:2] for m in mine.messages] == [m[:2] for m in theirs]
+            assert [m[2] for m in mine.messages if m[1] == "text"] == [m[2] for m in theirs if m[1] == "text"]
+
+
+def test_a_seed_gives_the_same_sample(model):
+    messages = [["user", "text", "say anything"]]
+    settings = Decoding(temperature=1.5, topk=20, max_step=15, enforce_modality=("text",))
+    first, second, other = (model.generate(messages, settings, seed=seed).text for seed in (1, 1, 2))
+    assert first == second != other
+
+
+# -- verbs of the demo -------------------------------------------------------------------------------------------------
+def test_describe_and_render(model, tmp_path):
+    path = sound(tmp_path / "a.wav")
+    text = model.describe(path, prompt="what is it?", decoding=GREEDY)
+    assert text == model.generate([["user", "audio", str(path)], ["user", "text", "what is it?"]],
+                                  Decoding.over(GREEDY, enforce_modality=("text",))).text  # fmt: skip
+    assert model.describe(soundfile.read(path, dtype="float32"), prompt="what is it?", decoding=GREEDY) == text
+    wav, thought = model.render("rain on a roof", decoding=GREEDY)
+    samples, rate = soundfile.read(io.BytesIO(wav))
+    assert rate == 16000 and len(samples) and isinstance(thought, str)
+    assert soundfile.info(io.BytesIO(wav)).subtype == "PCM_16"
+
+
+def test_thinking():
+    assert split_thinking("<think> a b </think> c ") == ("a b", "c")
+    assert split_thinking("a b</think>c") == ("a b", "c")
+    assert split_thinking(" just this ") == ("", "just this")
+    assert split_thinking("<think>cut in the mid") == ("cut in the mid", "")
+    assert split_thinking("they say <think> is a mark") == ("", "they say <think> is a mark")
+
+
+# -- history and errors ------------------------------------------------------------------------------------------------
+def test_the_assistants_turns_are_history(model):
+    first = [["user", "text", "hello"]]
+    said = model.generate(first, Decoding.over(GREEDY, enforce_modality=("text",)))
+    again = [*first, *said.messages, ["user", "text", "and then?"]]
+    result = model.generate(again, GREEDY).result
+    assert len(result.utterance.parts[0].rows) > len(said.result.utterance.parts[0].rows)
+
+
+def test_of_many_the_bad_ones_are_refused(model, tmp_path):
+    good = [["user", "text", "hello"]]
+    bad = [
+        [["user", "audio", str(tmp_path / "none.wav")]],
+        [["nobody", "text", "x"]],
+        [["user", "text"]],
+        [["user", "audio", (np.zeros(100, np.float32), 16000)]],
+        [],
+    ]
+    found = model.generate([good, *bad, good], GREEDY)
+    assert [answer.outcome for answer in found[1:-1]] == ["refused"] * len(bad)
+    for answer, reason in zip(
+        found[1:-1], ("none.wav: no such file", "role 'nobody'", r"\[role, modality", "100 samples", "expected a list"),
+        strict=True,
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(answer.reason)
+    assert found[0].text == found[-1].text and found[0].outcome in ("ok", "length")
+    with pytest.raises(DataError, match="no such file"):
+        model.generate(bad[0], GREEDY)
+
+
+def test_changes_of_recordings_are_counted(model, tmp_path):
+    path = sound(tmp_path / "a.wav", seconds=11, rate=48000, channels=2)
+    model.describe(path, decoding=GREEDY)
+    assert model.listening.notes["recordings of 2 channels, of which the first was taken"] >= 1
+    assert model.listening.notes["recordings resampled from 48000 to 16000 Hz"] >= 1
+    assert any("cut to their first 480000 samples (10.0 s" in note for note in model.listening.notes)
+
+
+def test_what_cannot_be_opened():
+    with pytest.raises(ConfigError, match="no server"):
+        SpeechLM.from_server("http://localhost:8000")
+    with pytest.raises(CheckpointError, match="no-such/model: there is no such folder, and the hub"):
+        SpeechLM.from_pretrained("no-such/model")
+    with pytest.raises(ConfigError, match="long_audio 'cuts'"):
+        SpeechLM.from_pretrained(contaudio(), long_audio="cuts")
+    with pytest.raises(ConfigError, match="temprature"):
+        SpeechLM.from_pretrained(contaudio(), decoding={"text": {"temprature": 1, "topk": 2, "max_step": 3}})
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+def test_settings_over_settings(tmp_path):
+    file = tmp_path / "inference.yaml"
+    file.write_text("audio: {temperature: 0.7, topk: 5, cfg: 1, max_step: 9}\n", encoding="utf-8")
+    settings = settings_of(
+        "bagpiper", file, Decoding(cfg=3, max_step=4, audio={"topk": 7}, enforce_modality=("audio",))
+    )
+    assert settings == {
+        "audio": {"temperature": 0.7, "topk": 7, "cfg": 3, "max_step": 4},
+        "enforce_modality": ["audio"],
+    }
+    settings = settings_of("opuslm", None, Decoding(temperature=0.0, max_step=30))
+    assert settings["codec_ssl"]["topk"] == 1 and settings["text_bpe"]["maxlen"] == 30
+    with pytest.raises(ConfigError, match="for Bagpiper"):
+        settings_of("opuslm", Decoding(cfg=2))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        settings_of("bagpiper", tmp_path / "none.yaml")
+
+
+def test_importing_is_light():
+    code = "import sys; from espnet2_vllm import SpeechLM, Decoding, split_thinking; import espnet2_vllm as e; dir(e); "
+    code += "print(*[m for m in ('torch', 'vllm', 'transformers', 'soundfile', 'yaml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("", "yaml")
+
+
+# -- OpusLM ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["text_dialogue_sys", "audio_dialogue_1turn"])
+def test_opuslm_dialogues_are_espnets(name, monkeypatch):
+    """Up to the assistant's first answers, which come without a history of generated rows."""
+    (path,) = golden_files(f"opuslm/tiny-llama/cases/{name}.json")
+    case, directory = json.loads(path.read_text(encoding="utf-8")), path.parent.parent
+    monkeypatch.chdir(directory)  # arks are named from here
+    files = json.loads((directory / case["data_json"]).read_text(encoding="utf-8"))["data_files"]
+    table = dict(line.split() for line in open(files[0].split(",")[0], encoding="utf-8"))  # noqa: SIM115
+    turns = json.loads(open(table[case["uid"]], encoding="utf-8").read())[case["uid"]]  # noqa: SIM115
+    asked = [turn[0] for turn in turns].index("assistant")
+    answers = next((i for i, turn in enumerate(turns) if i > asked and turn[0] != "assistant"), len(turns))
+    with SpeechLM.from_pretrained(directory, backend="pytorch") as model:
+        answer = model.generate(
+            [[role, modality, content] for role, modality, _, content in turns[:asked]],
+            {key: value for key, value in case["inference_config"].items() if key not in ("nproc", "dtype")},
+            answer=[modality for _, modality, *_ in turns[asked:answers]],
+        )
+    with np.load(path.with_suffix(".npz")) as arrays:
+        generated = [s for s in answer.result.hypotheses[0].segments if s.generated]
+        assert len(generated) == answers - asked
+        for place, segment in enumerate(generated, asked):
+            np.testing.assert_array_equal(segment.rows, arrays[f"seg{place}.segment"])
+    written = case["writer"]["dialogue.json"][0] if isinstance(case["writer"].get("dialogue.json"), list) else None
+    if written is not None:
+        texts = [turn[3] for turn in next(iter(written.values()))[asked:answers] if turn[1] == "text_bpe"]
+        assert [m[2] for m in answer.messages if m[1] == "text"] == texts

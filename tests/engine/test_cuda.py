@@ -1,0 +1,67 @@
+"""On a GPU only: the host never waits for the device within a step, and what is printed of its memory is true."""
+
+import logging
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import golden_models
+
+from espnet2_vllm.backends.vllm import VllmEngine
+from espnet2_vllm.checkpoint import ensure_converted, open_checkpoint
+from espnet2_vllm.plan import RowRequest
+from espnet2_vllm.protocol import BagpiperRules, ModalityRules, OpusLMRules, Sampling
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+MODELS = {"bagpiper": "qwen3-s8-cb64", "opuslm": "tiny-llama"}
+
+
+def requests(layout, number):
+    """Text and audio rows, guided and not, some with codes in the prompt."""
+    rows = np.zeros((20 + number, layout.num_streams), dtype=np.int32)
+    rows[:, 0] = layout.text.start + 1
+    if number % 2:
+        rows[3:9] = [layout.streams[0].start, *(ids[0] for ids in layout.auxiliary_candidates())]
+    sampling = Sampling(0.8, (1, 5, 20, 40)[number % 4])
+    if layout.family == "opuslm":
+        modality = ("text", "audio")[number % 2]
+        rows[-1, 0] = layout.modality_token(modality)
+        return RowRequest(f"r{number}", rows, OpusLMRules(layout, modality, sampling, 30, 60), number)
+    rows[-1, 0] = layout.specials["assistant"]
+    audio = ModalityRules(sampling, 20, 60, (1.0, 3.0)[number // 2 % 2])
+    return RowRequest(
+        f"r{number}", rows, BagpiperRules(layout, ("text", "audio"), replace(audio, guidance=1.0), audio), number
+    )
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_no_step_waits_for_the_device(family, caplog):
+    caplog.set_level(logging.INFO)
+    (directory,) = (path for path in golden_models(family) if path.name == MODELS[family])
+    checkpoint = open_checkpoint(ensure_converted(directory).path)
+    options = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**30, "max_model_len": 256, "max_num_seqs": 16}
+    engine = VllmEngine(checkpoint, dtype="bfloat16", **options)
+    line = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("device memory"))
+    sizes = {name: int(size.replace(",", "")) for name, size in re.findall(r"([a-z ]+) ([\d,]+) MiB", line)}
+    named = sum(size for name, size in sizes.items() if name.strip() != "other" and "in all" not in name)
+    assert named == pytest.approx(torch.cuda.memory_allocated() / 2**20, rel=0.1), line  # tiny: buffers count
+    steps = 0
+    try:
+        for number in range(4):
+            engine.submit(requests(checkpoint.layout, number))
+        while engine.unfinished:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                finished = engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            steps += 1
+            if steps % 10 == 0 and steps < 120:
+                engine.submit(requests(checkpoint.layout, 4 + steps // 10))
+            for name, outcome in finished:
+                assert len(outcome.rows) >= 20, name
+    finally:
+        engine.close()
+    assert steps > 100

@@ -74,7 +74,9 @@ class Bench:
                 "enable_prefix_caching": setting.cached,
             }  # fmt: skip
             if self.place.device == "cuda":
-                options["gpu_memory_utilization"] = 0.05  # each engine keeps its share until the process ends
+                # Each engine keeps what it takes until the process ends. Given in bytes, nothing is measured first, which other
+                # processes on the device would disturb.
+                options |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 2**29}
             self._engines[key] = Served(
                 self._checkpoint(world.model), asynchronous=setting.asynchronous, fused=self.place.fused, **options
             )

@@ -163,6 +163,11 @@ def _decode_ark_entry(file: BinaryIO, offset: int, name: str) -> tuple[np.ndarra
         _check_audio_entry_is_whole(file, size, name)
     file.seek(offset)
     _check_riff_is_whole(file, name)
+    if start.startswith(b"RIFF"):
+        # kaldiio reads 8 and 16 bits only, and takes any other encoding (mu-law, ...) for these.
+        header = file.read(8)
+        length = int.from_bytes(header[4:], "little")
+        return _decode(io.BytesIO(header + file.read(min(length, size))), name)
     try:
         rate, samples = kaldiio.matio.read_kaldi(file)
     except (soundfile.LibsndfileError, EOFError, ValueError, struct.error, kaldiio.python_wave.Error) as error:

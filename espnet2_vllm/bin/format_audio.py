@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -43,26 +44,31 @@ def pieces(data_dir: Path) -> Iterator[tuple[str, str, float, float | None]]:
         yield key, recordings[recording], start, end
 
 
-def format_piece(key: str, spec: str, start: float, end: float | None, rate: int, output: Path) -> None:
-    """Read, cut, resample and write one utterance. Raises DataError."""
-    from espnet2_vllm.audio.reading import first_channel, read_audio, resample
-    from espnet2_vllm.audio.writing import write_wav
+def format_piece(
+    key: str, spec: str, start: float, end: float | None, rate: int, output: Path, notes: Counter[str]
+) -> None:
+    """Read, cut, resample and write one utterance; ``notes`` counts what was done to it. Raises DataError."""
+    from espnet2_vllm.audio import mono_at, read_audio, write_wav
 
     wav, own_rate = read_audio(spec)
-    wav = first_channel(wav)[round(start * own_rate) : None if end is None else round(end * own_rate)]
-    if not len(wav):
+    wav = wav[:, round(start * own_rate) : None if end is None else round(end * own_rate)]
+    if not wav.shape[1]:
         raise DataError(f"{key}: {start} to {end} s lies outside of the recording {spec}")
-    write_wav(output, resample(wav, own_rate, rate), rate)
+    if write_wav(output, mono_at(wav, own_rate, rate, notes), rate):
+        notes["recordings louder than full scale, which were clipped"] += 1
 
 
-def format_directory(data_dir: Path, output_dir: Path, rate: int) -> tuple[int, list[str]]:
+def format_directory(
+    data_dir: Path, output_dir: Path, rate: int, notes: Counter[str] | None = None
+) -> tuple[int, list[str]]:
     """Format every utterance; returns how many were written and a message for each that was not."""
+    notes = Counter() if notes is None else notes
     written: dict[str, str] = {}
     failures = []
     for key, spec, start, end in pieces(data_dir):
         output = output_dir / "wav" / safe_file_name(key, ".wav")
         try:
-            format_piece(key, spec, start, end, rate, output)
+            format_piece(key, spec, start, end, rate, output, notes)
         except DataError as error:
             failures.append(f"{key}: {error}")
             continue
@@ -88,10 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.fs < 1:
             raise ConfigError(f"--fs must be a sample rate in Hz, not {args.fs}")
-        written, failures = format_directory(args.data_dir, args.output_dir, args.fs)
+        notes: Counter[str] = Counter()
+        written, failures = format_directory(args.data_dir, args.output_dir, args.fs, notes)
     except SpeechLMError as error:
         print(f"format_audio: {error}", file=sys.stderr)
         return error.exit_code
+    for note, count in sorted(notes.items()):
+        print(f"format_audio: {count} {note}", file=sys.stderr)
     for message in failures:
         print(f"format_audio: {message}", file=sys.stderr)
     print(f"{args.output_dir}: {written} of {written + len(failures)} utterances written at {args.fs} Hz")

@@ -36,6 +36,8 @@ def write(path, wav, rate=16000, **kwargs):
     [
         ("a.wav", "PCM_16", 0),
         ("a.wav", "PCM_24", 0),
+        ("a.wav", "PCM_32", 0),
+        ("a.flac", "PCM_24", 0),
         ("a.wav", "FLOAT", 0),
         ("a.wav", "PCM_U8", 1 / 127),
         ("a.flac", "PCM_16", 0),
@@ -122,6 +124,21 @@ def test_ark_entries(tmp_path, noise, container):
         found, rate = read_audio(specs[key])
         assert rate == 16000 and found.dtype == np.float32
         np.testing.assert_array_equal(found, wav)
+
+
+@pytest.mark.parametrize(
+    ("subtype", "tolerance"),
+    [("PCM_U8", 1 / 127), ("PCM_24", 0), ("PCM_32", 0), ("FLOAT", 0), ("DOUBLE", 0), ("ULAW", 0.02), ("ALAW", 0.02)],
+)
+def test_wavs_of_any_encoding_in_arks(tmp_path, noise, subtype, tolerance):
+    """kaldiio refuses most of them and takes mu-law for 8-bit samples."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, noise.T, 16000, format="WAV", subtype=subtype)
+    (tmp_path / "a.ark").write_bytes(b"one " + buffer.getvalue() + b"two " + buffer.getvalue())
+    for offset in (4, 8 + len(buffer.getvalue())):
+        found, rate = read_audio(f"{tmp_path}/a.ark:{offset}")
+        assert rate == 16000 and found.shape == noise.shape
+        np.testing.assert_allclose(found, noise, rtol=0, atol=tolerance)
 
 
 @CONTAINERS

@@ -1,27 +1,99 @@
-"""Guidance under pressure: preemption, chunked prompts, odd seats, aborts, mixes; every id as the sequential backend has it."""
+"""Pairs in the scheduler: seats, room, aborts, and what clients see of them. Random schedules of them are in tests/fuzz."""
 
-import conftest
-import guided_worlds
 import pytest
+from conftest import golden_models
+from fuzz import draws
+from fuzz.draws import DRAWN, replaced
+from stage import Stage
 
-from espnet2_vllm.backends.pytorch import PyTorchEngine
+from espnet2_vllm.checkpoint import ensure_converted
+from espnet2_vllm.protocol import BagpiperRules, ModalityRules
 
-SEEDS = range(3)
+SEED = 20261201
+SETTINGS = {
+    "sync": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60},
+    "async": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60, "asynchronous": True},
+}
+BOTH = pytest.mark.parametrize("setting", SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def checkpoint():
-    return guided_worlds.checkpoint_of(conftest.golden_models("bagpiper")[0])
+def stage():
+    (directory,) = (path for path in golden_models("bagpiper") if path.name == "qwen3-s8-cb64")
+    made = Stage(ensure_converted(directory), SETTINGS, seed=SEED, requests=4)
+    yield made
+    made.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_guided_worlds_equal_the_sequential_backend(checkpoint, asynchronous):
-    engine = guided_worlds.start(checkpoint, asynchronous)
-    oracle = PyTorchEngine(checkpoint, max_rows=guided_worlds.TIGHT["max_model_len"])
-    for seed in SEEDS:
-        print(f"world {seed}")
-        scheduler = guided_worlds.compare(engine, oracle, seed)
-    engine.close()
-    assert scheduler.counts["companions"] > 0
-    assert scheduler.counts["preempted"] > 0, "the worlds are not tight enough to preempt a pair"
+@pytest.fixture(scope="module")
+def guided(stage):
+    """Guided audio, guided text and both in turn."""
+    block = ModalityRules(DRAWN, 12, 16, 1.5)
+    return [
+        stage.add(
+            f"guided {i}", draws.prompt(stage.layout, stage.rng, 20), BagpiperRules(stage.layout, enforce, block, block)
+        )
+        for i, enforce in enumerate((("audio",), ("text",), ("text", "audio", "audio")))
+    ]
+
+
+@BOTH
+@pytest.mark.parametrize("row", [1, 2, 5])
+def test_a_preempted_pair_comes_back_where_there_are_two_seats(stage, guided, setting, row):
+    """It was counted twice, once for each member, found no seat, and was given up as if the cache were too small."""
+    served = stage.engine(setting)
+    served.limit(seats=2)
+    for request in guided:
+        left = {row}
+
+        def preempt(request=request, left=left):
+            if served.rows_of(request.request_id) in left and served.runs(request.request_id):
+                left.clear()
+                served.preempt(request.request_id)
+
+        stage.check(served.run(request, before_step=preempt))
+    assert len(served.preempted) == len(guided)
+    served.limit()
+    served.assert_empty()
+
+
+@BOTH
+@pytest.mark.parametrize("seats", [2, 3, 5])
+def test_pairs_share_odd_seats_with_requests_that_are_not_guided(stage, guided, setting, seats):
+    served = stage.engine(setting)
+    served.limit(seats=seats)
+    copies = [replaced(request, f"{request.request_id}/{i}") for i in range(2) for request in guided]
+    most = 0
+
+    def look():
+        nonlocal most
+        most = max(most, len(served.scheduler.running))
+
+    stage.check(served.run(*copies, *stage.requests, before_step=look))
+    assert most <= seats
+    served.limit()
+    served.assert_empty()
+
+
+@BOTH
+def test_aborted_mains_take_their_companions_along(stage, guided, setting):
+    """At every age of the pair, from before its companion is made."""
+    served = stage.engine(setting)
+    made = served.scheduler.counts["companions"]
+    for age in range(24):
+        copies = [replaced(request, f"{request.request_id}/{age}") for request in guided]
+        served.submit(*copies, replaced(stage.requests[0], f"{stage.requests[0].request_id}/{age}"))
+        for _ in range(age):
+            assert served.engine.step() == [] or age > 12
+        served.engine.abort([request.request_id for request in copies])
+        stage.check(served.run())
+        served.assert_empty()
+    assert served.scheduler.counts["companions"] - made > 24, "no pair was there to be aborted"
+
+
+def test_a_scale_of_1_creates_nothing(stage):
+    served = stage.engine("async")
+    made = served.scheduler.counts["companions"]
+    stage.check(served.run(*stage.requests))
+    assert served.scheduler.counts["companions"] == made
+    assert not served.scheduler.mains

@@ -66,7 +66,7 @@ def _campaign(args: argparse.Namespace) -> int:
     groups = model_groups(args.models, args.runner, args.device)
     deadline = time.monotonic() + 60 * (args.minutes or 10) if not (args.seeds or args.worlds) else float("inf")
     deck = WORLDS_A_DECK["small" if args.small else "usual"]
-    first = ledger.next_seed(ledger.read(), args.runner, args.device, deck)
+    first = ledger.next_seed(ledger.read(), args.runner, args.device, args.small, deck)
     last = float("inf") if args.worlds is None else first + args.worlds - 1
     if args.seeds:
         first, last = args.seeds

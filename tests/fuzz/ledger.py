@@ -33,9 +33,10 @@ def append(run: Mapping[str, Any], path: pathlib.Path = LEDGER) -> None:
         file.write(json.dumps(run) + "\n")
 
 
-def next_seed(runs: Iterable[Mapping[str, Any]], runner: str, device: str, multiple: int) -> int:
-    """The first seed behind all that were played there, at the beginning of a deck."""
-    last = max((run["seeds"][1] for run in runs if (run["runner"], run["device"]) == (runner, device)), default=-1)
+def next_seed(runs: Iterable[Mapping[str, Any]], runner: str, device: str, small: bool, multiple: int) -> int:
+    """The first seed behind all that were played there at this scale, at the beginning of a deck."""
+    place = (runner, device, small)
+    last = max((run["seeds"][1] for run in runs if (run["runner"], run["device"], run["small"]) == place), default=-1)
     return -(-(last + 1) // multiple) * multiple
 
 

@@ -77,6 +77,15 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     option("pytorch_rows", type=at_least(1), default=64, help="Rows of the one request that times the pytorch backend")
     option("repeat", type=at_least(1), default=1, help="Runs of each load, of which the median counts")
     option("seed", type=at_least(0), default=0, help="Of prompts and sampling")
+    option(
+        "codec",
+        type=list_of(str),
+        default=[],
+        metavar="LIST",
+        help="Measure these codecs beside this engine instead: dac-large, xcodec (released geometries, random weights), dac-tiny, "
+        "xcodec-tiny, own (the converted directory's)",
+    )
+    option("clips", type=at_least(5), default=2000, help="Decoded by each codec to see whether memory grows")
     option("profile", action="store_true", help="Show where a decode step goes: host parts and kernels of each load")
 
 
@@ -151,6 +160,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.plot_from:
         return show(args)
     prepare_environment()
+    if args.codec:
+        return _run_speech(args, argv)
     settings, options = _settings(args), engine_options(args)
     geometries = [find_geometry(name) for name in args.models]
     longest = [settings.check(geometry, args.only) for geometry in geometries]
@@ -166,6 +177,35 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         measured.append((geometry, report["models"][-1]))
     _measure_all(args, settings, measured, report)
     return _finish(args, [report])
+
+
+def _run_speech(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Codecs beside the engine."""
+    from ..bench.codecs import check_codec_name
+    from ..bench.geometry import find_geometry
+    from ..bench.speech import SpeechSettings, speech_tables
+    from ..bench.speech_run import run_speech
+    from .options import choose_device
+
+    names = [check_codec_name(name) for name in args.codec]
+    if len(args.models) != 1 or len(args.lengths) != 1:
+        raise ConfigError("--codec measures one model, and one PROMPT:OUTPUT in --lengths")
+    geometry, (prompt, output) = find_geometry(args.models[0]), args.lengths[0]
+    settings = SpeechSettings(tuple(args.in_flight), prompt, output, clips=args.clips, seed=args.seed)
+    sized = {"max_model_len": min(_CONTEXT, geometry.max_rows), "max_num_seqs": max(settings.in_flight)}
+    report = _new_report(args, argv)
+    whole = run_speech(
+        geometry,
+        names,
+        settings,
+        dtype=args.dtype,
+        device=choose_device(args.device, gpu=True),
+        options={**sized, **engine_options(args)},
+        report=report,
+        json=args.json,
+    )
+    print(speech_tables(report), flush=True)
+    return int(not whole)
 
 
 def show(args: argparse.Namespace) -> int:

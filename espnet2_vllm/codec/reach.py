@@ -50,7 +50,9 @@ def reach_of(function: Callable[[torch.Tensor], torch.Tensor], draw: Callable[[i
     reach = Reach(None, None)
     for limit in _LIMITS:
         moved = [offset for _ in range(_TRIALS) for offset in _moved(function, draw, limit)]
-        left, right = max(moved, default=0), -min(moved, default=0)
+        if not moved:
+            break  # nothing that depends on its input says nothing of its reach
+        left, right = max(*moved, 0), -min(*moved, 0)
         reach = Reach(left if left < limit else None, right if right < limit else None)
         if reach.finite:
             break

@@ -7,6 +7,7 @@ decoder makes of the whole clip. The first window of a clip begins where the cli
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,14 @@ import torch
 from .reach import Reach
 from .torch_codec import TorchCodec
 
+log = logging.getLogger(__name__)
+
 _SHORTEST = 32  # frames of the shortest windows beyond the overlap
 _LENGTHS = 3  # lengths of windows, each twice the one before
 _BATCHES = 7  # sizes of captured batches: 1, 2, 4, ...
+_WARM_UP = (
+    3  # runs until algorithms are chosen and TorchScript has compiled, neither of which may happen inside a capture
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,11 @@ class WindowDecoder:
         self._stream = torch.cuda.Stream(codec.device) if self._cuda else None
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._host = torch.empty(self.max_frames * codec.hop, pin_memory=True) if self._cuda else None
+
+    @property
+    def graphs(self) -> int:
+        """CUDA graphs captured."""
+        return len(self._graphs)
 
     # -- clips --------------------------------------------------------------------------------------------------------
     def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -144,7 +155,9 @@ class WindowDecoder:
         return self._graphs[min(sizes), length] if sizes else None
 
     def capture(self, extra: Sequence[tuple[int, int]] = ()) -> int:
-        """Captures the batches that will be decoded in CUDA graphs; how many there are (0 on a CPU).
+        """Captures the batches that will be decoded in CUDA graphs; how many there are.
+
+        None on a CPU, or if the codec waits for the device in the middle, as an inverse STFT does.
 
         Args:
             extra: (batch, frames) of further windows, as streams have them.
@@ -158,8 +171,14 @@ class WindowDecoder:
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into the memory that it has taken.
         for count, length in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
-            if count * length <= self.max_frames:
+            if count * length > self.max_frames:
+                continue
+            try:
                 self._graphs[count, length] = self._capture(count, sample.expand(length, -1), pool)
+            except RuntimeError as error:
+                log.warning("codec: runs without CUDA graphs, because it cannot be captured: %s", error)
+                self._graphs.clear()
+                break
         return len(self._graphs)
 
     def _capture(
@@ -167,7 +186,8 @@ class WindowDecoder:
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
         with self.context():
             inputs = sample.expand(count, *sample.shape).contiguous()
-            self.codec.synthesize(inputs)  # chooses algorithms, which must not happen inside
+            for _ in range(_WARM_UP):
+                self.codec.synthesize(inputs)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # thread_local: an engine may be at work in another thread.

@@ -1,0 +1,103 @@
+"""``espnet2-vllm bench --codec``: starts codecs and engine, measures, reports after every part."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..codec.budget import make_room
+from ..codec.service import CodecService
+from ..errors import ConfigError, SpeechLMError
+from .codecs import make_codec
+from .report import write_report
+from .speech import SpeechBench, SpeechSettings
+
+if TYPE_CHECKING:
+    from .geometry import Geometry
+
+log = logging.getLogger(__name__)
+
+
+def run_speech(
+    geometry: Geometry,
+    names: Sequence[str],
+    settings: SpeechSettings,
+    *,
+    dtype: str,
+    device: str,
+    options: Mapping[str, Any],
+    report: dict[str, Any],
+    json: Path | None,
+) -> bool:
+    """Measures each codec of ``names`` beside one engine of ``geometry``; whether all could be measured.
+
+    A codec that cannot be made, or fails, does not keep the others from being measured.
+    """
+    import torch
+
+    from ..backends.vllm import VllmEngine
+
+    entries = report.setdefault("speech", [])
+    with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as folder:
+        scratch = Path(folder)
+        checkpoint = geometry.open(scratch)
+        started: list[tuple[dict[str, Any], Any, CodecService]] = []
+        taken = 0
+        for name in names:
+            entry = {"codec": name, "model": geometry.name, "dtype": dtype}
+            entries.append(entry)
+            try:
+                codec = make_codec(name, checkpoint, device)
+                service = CodecService(codec, waiting=1024)
+                taken = max(service.prepare(settings.sizes), taken)
+            except (SpeechLMError, RuntimeError) as error:
+                log.error("%s: %s", name, error, exc_info=True)
+                entry["error"] = str(error)
+                continue
+            entry |= _described(service, taken)
+            started.append((entry, codec, service))
+        if not started:
+            raise ConfigError(f"none of the codecs {', '.join(names)} could be started")
+        total = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else 0
+        random = {"load_format": "dummy"} if geometry.path is None else {}
+        begun = time.monotonic()
+        engine = VllmEngine(checkpoint, dtype=dtype, **{**random, **make_room(options, taken, total)})
+        report["engine_start_s"] = time.monotonic() - begun
+        log.info("engine started in %.0f s", report["engine_start_s"])
+        try:
+            for entry, codec, service in started:
+                _measure(SpeechBench(engine, codec, service, settings, scratch), entry, report, json)
+                service.close()
+        finally:
+            engine.close()
+    return not any("error" in entry for entry in entries)
+
+
+def _described(service: CodecService, taken: int) -> dict[str, Any]:
+    reach = service.reach
+    right = service.codec.growing_features().right
+    return {
+        "sample_rate": service.codec.sample_rate,
+        "hop": service.codec.hop,
+        "reach": {"left": reach.left, "right": reach.right, "features_right": right},
+        "graphs": 0 if service.decoder is None else service.decoder.graphs,
+        "device_bytes": taken,
+        "figures": {},
+    }
+
+
+def _measure(bench: SpeechBench, entry: dict[str, Any], report: dict[str, Any], json: Path | None) -> None:
+    begun = time.monotonic()
+    try:
+        for name, figures in bench.figures():
+            entry["figures"][name] = figures
+            log.info("%s: %s after %.0f s: %s", entry["codec"], name, time.monotonic() - begun, figures)
+            if json is not None:
+                write_report(json, report)
+    except (SpeechLMError, RuntimeError, AssertionError) as error:
+        log.error("%s: %s", entry["codec"], error, exc_info=True)
+        entry["error"] = f"{type(error).__name__}: {error}"

@@ -104,12 +104,16 @@ def streamed(stage: Stage, served: Served, count: int = 10) -> None:
 
 # -- prefix cache ------------------------------------------------------------------------------------------------------
 def same_prompt_again(stage: Stage, served: Served) -> None:
-    request = max(stage.requests, key=lambda one: len(one.prompt))
+    """The engine tells of its hits."""
+    request, told = max(stage.requests, key=lambda one: len(one.prompt)), served.engine.prefix_cache
+    requests, rows, cached = told.requests, told.rows, told.hits
     for _ in range(2):
         stage.check(served.run(request))
         hits = served.hits[request.request_id]
+        cached += hits
         served.forget()
     assert hits == (len(request.prompt) - 1) // BLOCK * BLOCK > 0
+    assert (told.requests, told.rows, told.hits) == (requests + 2, rows + 2 * len(request.prompt), cached)
 
 
 def other(stage: Stage, rows: np.ndarray, row: int, stream: int) -> np.ndarray:

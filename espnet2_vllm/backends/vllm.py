@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,27 @@ WORKERS = {
 }
 
 
+@dataclass
+class PrefixCache:
+    """How much of the finished requests' prompts was found in the prefix cache. Companions of guidance are not counted.
+
+    Attributes:
+        requests: how many have finished.
+        rows: of their prompts (teacher forcing: with the reference).
+        hits: of these, rows that were not computed when the request was first admitted.
+    """
+
+    requests: int = 0
+    rows: int = 0
+    hits: int = 0
+
+    def add(self, rows: int, hits: int) -> None:
+        self.requests, self.rows, self.hits = self.requests + 1, self.rows + rows, self.hits + hits
+
+    def __str__(self) -> str:
+        return f"prefix cache: {self.hits} of {self.rows} prompt rows ({self.hits / max(self.rows, 1):.1%})"
+
+
 class VllmEngine:
     """Continuous batching of all requests in flight.
 
@@ -44,6 +66,9 @@ class VllmEngine:
         keep_logits: return raw logits with each result (slow; the engine then runs in this process).
         asynchronous: schedule a step ahead of the device; None takes vLLM's own choice (yes on CUDA, no on a CPU).
         options: fields of ``vllm.EngineArgs`` (``max_num_seqs``, ``max_model_len``, ``gpu_memory_utilization``, ...).
+
+    Attributes:
+        prefix_cache: hits so far; logged when the engine closes.
 
     Raises:
         EngineError: if vLLM is missing, outside the supported range, or refuses to start.
@@ -80,6 +105,7 @@ class VllmEngine:
         self._requests: dict[str, RowRequest] = {}
         self._fresh: list[tuple[str, np.ndarray]] = []
         self._count = 0
+        self.prefix_cache = PrefixCache()
         log.info("vLLM %s, %s, up to %d rows a sequence", version, dtype, self.max_rows)
 
     def _configure(self, checkpoint: Checkpoint, dtype: str, options: dict[str, Any]) -> Any:
@@ -176,6 +202,7 @@ class VllmEngine:
             if output.finished:
                 request = self._requests.pop(output.request_id)
                 finished.append((request.request_id, self._result(output, request)))
+                self.prefix_cache.add(len(output.prompt_token_ids), output.num_cached_tokens or 0)
             elif output.kv_transfer_params is not None:
                 self._keep_rows(output)
         return finished
@@ -231,6 +258,8 @@ class VllmEngine:
             TAP.take(name)
 
     def close(self) -> None:
+        if self.prefix_cache.requests:
+            log.info("%s", self.prefix_cache)
         self._requests.clear()
         self._engine.engine_core.shutdown()
 

@@ -97,3 +97,13 @@ def test_a_scale_of_1_creates_nothing(stage):
     stage.check(served.run(*stage.requests))
     assert served.scheduler.counts["companions"] == made
     assert not served.scheduler.mains
+
+
+def test_hits_of_companions_are_not_told_as_hits_of_requests(stage, guided):
+    """Companions share their pads, which are in no client's prompt."""
+    served = stage.engine("sync")
+    before, pair = served.engine.prefix_cache.hits, guided[0]
+    stage.check(served.run(*(replaced(pair, f"{pair.request_id}/{i}") for i in range(3))))
+    told = served.engine.prefix_cache.hits - before
+    assert told == sum(served.hits.values())
+    assert told <= 2 * len(pair.prompt)

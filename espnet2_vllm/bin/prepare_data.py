@@ -49,13 +49,25 @@ def bagpiper_text_to_audio(args: argparse.Namespace) -> list[str]:
 
 
 def bagpiper_dialogue(args: argparse.Namespace) -> list[str]:
-    """As `opuslm_text_dialogue`; decoding stops reading before the assistant's turn, which is the reference."""
+    """As `opuslm_text_dialogue`; decoding stops reading before the assistant's turn, which is the reference.
+
+    With a question the user lets the recording be heard, from the ``wav.scp`` that stage ``format`` wrote, and asks it.
+    """
     text = _texts(args.data_dir)
     answers = _answers(args.data_dir, text)
+    recordings = _nonempty(args.data_dir / "wav.scp") if args.question else {}
+    if absent := [key for key in text if args.question and key not in recordings]:
+        raise DataError(
+            f"{args.data_dir / 'wav.scp'}: no recording for {len(absent)} utterances, the first is {absent[0]!r}"
+        )
     with whole_file(args.output_dir / "dialogue.jsonl") as file:
         for key, words in sorted_by_key(text):
             turns = [["system", "text", args.system_prompt]] if args.system_prompt else []
-            turns += [["user", "text", words], ["assistant", "text", answers[key]]]
+            if args.question:
+                turns += [["user", "audio", recordings[key]], ["user", "text", args.question]]
+            else:
+                turns.append(["user", "text", words])
+            turns.append(["assistant", "text", answers[key]])
             record = {"example_id": key, "messages": turns}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     _write_dataset_json(args, [("dialogue", "dialogue.jsonl", "dialogue")], list(text))
@@ -139,9 +151,11 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__)
     parser.add_argument("--family", choices=list(TASKS), required=True)
     parser.add_argument("--task", required=True, help=known)
-    parser.add_argument("--data-dir", type=Path, required=True, help="with text, and wav.scp for audio_to_text")
+    parser.add_argument("--data-dir", type=Path, required=True, help="with text, and wav.scp where recordings are read")
     parser.add_argument("--output-dir", type=Path, required=True, help="its name is the name of the set")
     parser.add_argument("--system-prompt", default="", help="what the system says first in a dialogue")
+    question_help = "bagpiper dialogue: what the user asks about each recording, in place of saying the transcript"
+    parser.add_argument("--question", default="", help=question_help)
     return parser
 
 
@@ -155,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--task {args.task}: cannot be prepared here for {args.family}; expected one of {', '.join(tasks)}. For other "
                 "tasks give the data.json of ESPnet's own stage 5 (recipe: --test_jsons)"
             )
+        if args.question and (args.family, args.task) != ("bagpiper", "dialogue"):
+            raise ConfigError("--question: recordings are asked about in task dialogue of family bagpiper only")
         ids = tasks[args.task](args)
     except SpeechLMError as error:
         print(f"prepare_data: {error}", file=sys.stderr)

@@ -157,3 +157,32 @@ def test_speech_recognition_takes_what_stage_format_wrote(recordings, tmp_path):
     assert dataset["samples"] == ["r1", "r2"]
     audio = read_keyed(Path(dataset["data_entry"][0]["path"]))
     assert soundfile.info(audio["r1"]).samplerate == 16000
+
+
+def test_questions_about_recordings(tmp_path, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "text").write_text("a one two\nb three\n", encoding="utf-8")
+    (data / "wav.scp").write_text("a /wav/a.wav\nb /wav/b.wav\n", encoding="utf-8")
+    words = [
+        "--family",
+        "bagpiper",
+        "--task",
+        "dialogue",
+        "--data-dir",
+        str(data),
+        "--output-dir",
+        str(tmp_path / "set"),
+    ]
+    assert prepare_data.main([*words, "--question", "what is said?", "--system-prompt", "be brief"]) == 0
+    lines = (tmp_path / "set" / "dialogue.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0])["messages"] == [
+        ["system", "text", "be brief"],
+        ["user", "audio", "/wav/a.wav"],
+        ["user", "text", "what is said?"],
+        ["assistant", "text", "one two"],
+    ]
+    (data / "wav.scp").write_text("a /wav/a.wav\n", encoding="utf-8")
+    assert prepare_data.main([*words, "--question", "what?"]) == 1
+    assert "no recording for 1 utterances, the first is 'b'" in capsys.readouterr().err
+    assert prepare_data.main([*words[:3], "text_to_audio", *words[4:], "--question", "what?"]) == 2

@@ -215,6 +215,7 @@ def test_the_demonstration_ends_with_its_figures(recipe, tmp_path):
     for model, names in (
         ("opuslm/tiny-llama", ("config.yaml", "model.pth", "hf_backbone", "codec")),
         ("bagpiper/qwen3-s8-cb64", ("train.yaml", "mp_rank_00_model_states.pt", "backbone", "codec")),
+        ("bagpiper/qwen3-s4-cb32-contaudio", ("train.yaml", "mp_rank_00_model_states.pt", "backbone", "codec", "Qwen")),
     ):
         (golden / model).mkdir(parents=True)
         for name in names:
@@ -222,9 +223,9 @@ def test_the_demonstration_ends_with_its_figures(recipe, tmp_path):
     words = ["--golden_root", golden, "--python", FAKE_PYTHON, "--expdir", "exp/demo"]
     done = shell("./run.sh", *words, cwd=recipe)
     assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-5:]
+    last = done.stdout.splitlines()[-7:]
     assert last[0].startswith(f"7 of 7 utterances: {recipe}/exp/demo/opuslm_tiny/results/codec_ssl_plain_tts_all")
-    assert last[-1].startswith("28 of 28 utterances in ")
+    assert last[-1].startswith("42 of 42 utterances in ")
     lost = shell("./run.sh", *words, "--runs", "bagpiper_tts", cwd=recipe, FAKE_LOSE="fcaw-cen8-b")
     assert lost.returncode == 1
     wrong = shell("./run.sh", *words, "--runs", "whisper", cwd=recipe)

@@ -37,6 +37,7 @@ test_jsons=          # data.json (bagpiper: dataset.json) files to decode; empty
 local_data_opts=     # Options for local/data.sh.
 fs=16000             # Sample rate that stage 2 writes, in Hz.
 system_prompt=       # What the system says first in a dialogue, for stage 5.
+question=            # bagpiper, task dialogue: what the user asks about each recording; empty: the user says the transcript.
 
 # Model
 tag=                 # Suffix of the experiment directory.
@@ -81,6 +82,7 @@ Options (with their defaults):
 Data
   --family ${family}         opuslm or bagpiper
   --task, --data_name, --test_sets, --local_data_opts, --fs ${fs}, --system_prompt
+  --question              bagpiper, task dialogue: what the user asks about each recording (audio question answering)
   --test_jsons            the files to decode, in place of those that stage 5 makes
 Model
   --speechlm_exp          default \${expdir}/speechlm_\${tag}; --tag, --train_config name it as in ESPnet
@@ -148,6 +150,9 @@ case "${family}" in
     bagpiper) json_name=dataset.json module=espnet2_vllm.bin.inference default_model=mp_rank_00_model_states.pt ;;
 esac
 inference_model=${inference_model:-${default_model}}
+hears() { [ "${task}" = audio_to_text ] || [ -n "${question}" ]; } # whether recordings are read
+# A dialogue about recordings is another set than one of transcripts.
+[ -z "${question}" ] || data_name+=_question
 audio_dir=${dumpdir}/audio_raw_${task}_${data_name}
 data_dir=${dumpdir}/raw_${task}_${data_name}
 
@@ -179,7 +184,7 @@ if ! "${skip_data_prep}"; then
 
     if runs 2; then
         for dset in ${test_sets}; do
-            if [ "${task}" = audio_to_text ]; then
+            if hears; then
                 log "Stage 2 (format): data/${dset} -> ${audio_dir}/${dset}"
                 "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" \
                     --output-dir "${audio_dir}/${dset}" --fs "${fs}"
@@ -192,12 +197,12 @@ if ! "${skip_data_prep}"; then
     if runs 5; then
         for dset in ${test_sets}; do
             source_dir=data/${dset}
-            [ "${task}" != audio_to_text ] || source_dir=${audio_dir}/${dset}
+            if hears; then source_dir=${audio_dir}/${dset}; fi
             log "Stage 5 (prepare): ${source_dir} -> ${data_dir}/${dset}/${json_name}"
             [ -d "${source_dir}" ] ||
                 die 1 "stage prepare: no directory ${source_dir}; run stage data (and format) first, or correct --test_sets"
             "${python}" -m espnet2_vllm.bin.prepare_data --family "${family}" --task "${task}" --data-dir "${source_dir}" \
-                --output-dir "${data_dir}/${dset}" --system-prompt "${system_prompt}"
+                --output-dir "${data_dir}/${dset}" --system-prompt "${system_prompt}" --question "${question}"
         done
     fi
 else

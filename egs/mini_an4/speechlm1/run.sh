@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# AN4's transcripts through tiny checkpoints of both families: text to audio, and text to text.
+# AN4's recordings and transcripts through tiny checkpoints of both families: text to audio, text to text, recognition, and
+# questions about recordings.
 # The weights are random, so the results mean nothing; everything around them is what a released checkpoint takes.
 set -euo pipefail
 
 stage=data            # First stage to run: data, format, prepare, inference, score, or their numbers.
 stop_stage=inference  # Last stage to run.
-runs="opuslm_tts opuslm_dialogue bagpiper_tts bagpiper_dialogue" # What to run, out of these and bagpiper_asr.
+runs="opuslm_tts opuslm_dialogue bagpiper_tts bagpiper_dialogue bagpiper_asr bagpiper_answer" # What to run, out of these.
 test_sets=all         # Sets to decode: train (5 utterances), test (2) or all (7).
 backend=vllm          # vllm or pytorch.
 inference_nj=1        # Jobs of a run.
@@ -52,13 +53,23 @@ opuslm() { # opuslm TASK [OPTION...]
 }
 
 bagpiper() { # bagpiper TASK CONFIG [OPTION...]
-    local task=$1 config=$2
-    shift 2
     copy_checkpoint "${golden_root}/bagpiper/qwen3-s8-cb64" "${expdir}/bagpiper_tiny" \
         train.yaml mp_rank_00_model_states.pt backbone codec
-    recipe --family bagpiper --task "${task}" --speechlm_exp "${expdir}/bagpiper_tiny" --inference_config "conf/${config}.yaml" \
-        --inference_dir "${expdir}/bagpiper_tiny/results" "$@"
-    result_dirs+=("${expdir}/bagpiper_tiny/results/${task}")
+    bagpiper_with "${expdir}/bagpiper_tiny" "$@"
+}
+
+hearing() { # hearing TASK CONFIG [OPTION...]: with the checkpoint that has an audio encoder
+    copy_checkpoint "${golden_root}/bagpiper/qwen3-s4-cb32-contaudio" "${expdir}/bagpiper_hearing_tiny" \
+        train.yaml mp_rank_00_model_states.pt backbone codec Qwen
+    bagpiper_with "${expdir}/bagpiper_hearing_tiny" "$@"
+}
+
+bagpiper_with() { # bagpiper_with CHECKPOINT TASK CONFIG [OPTION...]
+    local checkpoint=$1 task=$2 config=$3
+    shift 3
+    recipe --family bagpiper --task "${task}" --speechlm_exp "${checkpoint}" --inference_config "conf/${config}.yaml" \
+        --inference_dir "${checkpoint}/results" "$@"
+    result_dirs+=("${checkpoint}/results/${task}")
 }
 
 recipe() {
@@ -81,10 +92,11 @@ for run in ${runs}; do
         opuslm_dialogue) opuslm text_dialogue --system_prompt "${system_prompt}" ;;
         bagpiper_tts) bagpiper text_to_audio inference_audio ;;
         bagpiper_dialogue) bagpiper dialogue inference_text --system_prompt "${system_prompt}" ;;
-        bagpiper_asr) bagpiper audio_to_text inference_text ;;
+        bagpiper_asr) hearing audio_to_text inference_text ;;
+        bagpiper_answer) hearing dialogue inference_text --question "what does the speaker say?" ;;
         *)
-            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, bagpiper_tts, bagpiper_dialogue or" \
-                "bagpiper_asr" 1>&2
+            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, bagpiper_tts, bagpiper_dialogue," \
+                "bagpiper_asr or bagpiper_answer" 1>&2
             exit 2
             ;;
     esac

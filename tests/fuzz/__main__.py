@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--small", action="store_true", help="small requests (default for V2 on a CPU, which is slow)")
     made.add_argument("--models", nargs="+", metavar="NAME", help="of tests/fuzz/models.py (default: all)")
     made.add_argument("--shrink", type=float, default=120, metavar="SECONDS", help="for making a failing world smaller")
+    made.add_argument("--ledger", type=pathlib.Path, default=ledger.LEDGER, metavar="FILE", help="what runs add up in")
     made.add_argument("--no-ledger", action="store_true", help="leave the ledger as it is")
     made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return made
@@ -44,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     if args.count:
-        print(ledger.table(ledger.read()))
+        print(ledger.table(ledger.read(args.ledger)))
         return 0
     args.runner = args.runner or ("v2" if args.device == "cuda" else "v1")
     if args.device == "cuda" and args.runner == "v1":
@@ -66,11 +68,13 @@ def _campaign(args: argparse.Namespace) -> int:
     groups = model_groups(args.models, args.runner, args.device)
     deadline = time.monotonic() + 60 * (args.minutes or 10) if not (args.seeds or args.worlds) else float("inf")
     deck = WORLDS_A_DECK["small" if args.small else "usual"]
-    first = ledger.next_seed(ledger.read(), args.runner, args.device, args.small, deck)
+    first = ledger.next_seed(ledger.read(args.ledger), args.runner, args.device, args.small, deck)
     last = float("inf") if args.worlds is None else first + args.worlds - 1
     if args.seeds:
         first, last = args.seeds
-    number, failures = 0, 0
+    number, failures, asked = 0, 0, []
+    # The process of the worlds is asked to end by the same signal, or is told; its summary is waited for.
+    signal.signal(signal.SIGINT, lambda *_: asked.append(True))
     while first <= last and (left := deadline - time.monotonic()) > 0:
         stop = min(last, first // deck * deck + WORLDS_A_PROCESS[args.device] - 1)
         options = ["--seeds", str(first), str(stop), "--models", *groups[number % len(groups)]]
@@ -82,9 +86,9 @@ def _campaign(args: argparse.Namespace) -> int:
         failures += len(summary["failures"])
         if not args.no_ledger and not args.seeds:
             about = {"runner": args.runner, "device": args.device, "fused": args.fused, "small": args.small}
-            ledger.append(summary | about | ledger.versions())
+            ledger.append(summary | about | ledger.versions(), args.ledger)
         first, number = summary["seeds"][1] + 1, number + 1
-        if failures >= MOST_FAILURES:
+        if failures >= MOST_FAILURES or asked:
             break
     print(f"{failures} failures", flush=True)
     return 1 if failures else 0

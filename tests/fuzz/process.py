@@ -7,7 +7,7 @@ import pathlib
 
 from . import soak
 from .groups import NAMES
-from .running import Bench, Place, Report, run
+from .running import Bench, Interrupted, Place, Report, run
 from .world import SETTINGS, World, draw
 
 SETTINGS_ON_CUDA = ("async-16", "sync-32")
@@ -26,7 +26,8 @@ def main(args: argparse.Namespace) -> int:
     settings = SETTINGS_ON_CUDA if args.device == "cuda" else SETTINGS
     scale = "small" if args.small else "usual"
     worlds = (draw(seed, args.models or NAMES, scale, settings) for seed in range(first, last + 1))
-    report = run(bench, worlds, seconds=float(os.environ["FUZZ_SECONDS"]), shrinking=args.shrink)
+    seconds = float(os.environ["FUZZ_SECONDS"])
+    report = run(bench, worlds, seconds=seconds, shrinking=args.shrink, interrupted=Interrupted())
     return _told(report, [first, first - 1 if report.last is None else report.last])
 
 

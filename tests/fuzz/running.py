@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
 import time
 import traceback
 from collections import Counter
@@ -125,15 +126,35 @@ def command_of(world: World, place: Place) -> str:
     return f"tools/fuzz.sh {options} --replay '{world.to_json()}'"
 
 
-def run(bench: Bench, worlds: Iterable[World], *, seconds: float = 1e9, shrinking: float = 120.0) -> Report:
-    """Plays ``worlds`` until ``seconds`` are over or ``MOST_FAILURES`` have failed.
+class Interrupted:
+    """Whether this process was asked to end (SIGINT or SIGTERM): the world at hand is played to its end first."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+
+
+def run(
+    bench: Bench,
+    worlds: Iterable[World],
+    *,
+    seconds: float = 1e9,
+    shrinking: float = 120.0,
+    interrupted: Interrupted | None = None,
+) -> Report:
+    """Plays ``worlds`` until ``seconds`` are over, ``MOST_FAILURES`` have failed, or the process was asked to end.
 
     Args:
         shrinking: seconds that may go into making a failing world smaller; 0 leaves it as it is.
     """
     report, deadline = Report(), time.monotonic() + seconds
     for world in worlds:
-        if time.monotonic() > deadline or len(report.failures) >= MOST_FAILURES:
+        over = time.monotonic() > deadline or (interrupted is not None and interrupted.asked)
+        if over or len(report.failures) >= MOST_FAILURES:
             break
         report.last = world.seed
         report.models.add(world.model)

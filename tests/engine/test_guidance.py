@@ -1,5 +1,6 @@
 """Pairs in the scheduler: seats, room, aborts, and what clients see of them. Random schedules of them are in tests/fuzz."""
 
+import numpy as np
 import pytest
 from conftest import golden_models
 from fuzz import draws
@@ -107,3 +108,19 @@ def test_hits_of_companions_are_not_told_as_hits_of_requests(stage, guided):
     told = served.engine.prefix_cache.hits - before
     assert told == sum(served.hits.values())
     assert told <= 2 * len(pair.prompt)
+
+
+@BOTH
+def test_a_pair_that_the_cache_cannot_hold_is_cut_and_others_are_not(stage, guided, setting, caplog):
+    served, pair = stage.engine(setting), guided[0]
+    short = stage.add("short", draws.prompt(stage.layout, stage.rng, 9), stage.fixed("audio", 12))
+    served.limit(blocks=4)  # one is vLLM's own; the pair needs two each for its last rows
+    found = served.run(pair, *(replaced(short, f"short/{i}") for i in range(3)))
+    cut = found.pop(pair.request_id)
+    expected = stage.oracle.expected[pair.request_id]
+    assert cut.finish == "length" and 0 < len(cut.rows) < len(expected.rows)
+    assert np.array_equal(cut.rows, expected.rows[: len(cut.rows)])
+    assert "do not fit the" in caplog.text
+    stage.check(found)
+    served.limit()
+    served.assert_empty()

@@ -56,6 +56,15 @@ def test_worlds_on_v2(kernels):
     assert sum(map(int, re.findall(r"\bcompanions (\d+)", out))) > 0
 
 
+@pytest.mark.slow
+def test_soak():
+    """Half of the requests are aborted: nothing is left in any table, and memory is flat."""
+    command = [sys.executable, "-m", "tests.fuzz", "--soak", "600"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and done.stdout.count("nothing left in any table") == 2, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) companions came and went", done.stdout)[1]) > 100
+
+
 # -- the fuzzer itself -------------------------------------------------------------------------------------------------
 def test_a_fault_is_found_shrunk_and_replayed(tmp_path, monkeypatch):
     """Preempted requests come back without their auxiliary ids."""

@@ -20,6 +20,7 @@ from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.keyed import read_keyed
 
+_NAMED = 20  # keys that a line names
 _BAGPIPER_AUDIO_TASKS = ("text_to_audio",)
 
 
@@ -79,6 +80,31 @@ def load_bagpiper(dataset_json: Path, results_root: Path, task: str) -> Set | No
     return Set(results, {key: ref for key, ref in _known(references).items() if key in set(ids)}, _known(hypotheses))
 
 
+def load_files(references: Path, hypotheses: Path, task: str | None) -> Set:
+    """Texts of two files: ``id words...``, and the same or ESPnet's ``results.json`` or ``dialogue.json``.
+
+    Ids of results lose the ``<task>_`` in front and the ``_sample0`` behind; further samples are left out. Raises DataError.
+    """
+    found: dict[str, str | None] = {}
+    if hypotheses.suffix == ".json":
+        written = _results(hypotheses)
+        records = written if isinstance(written, list) else [written]
+        for key, turns in (item for record in records for item in record.items()):
+            spoken = [turn for turn in turns if turn[0] == "assistant" and turn[1] in ("text", "text_bpe")]
+            found[key] = _last(spoken, spoken[-1][1]) if spoken else None
+    else:
+        found.update(read_keyed(hypotheses))
+    kept = {}
+    for key, text in found.items():
+        name, sample, number = key.rpartition("_sample")
+        if sample and number.isdecimal():
+            if int(number):
+                continue
+            key = name
+        kept[key.removeprefix(f"{task}_") if task else key] = text
+    return Set(hypotheses.parent, read_keyed(references), _known(kept))
+
+
 def score(scored: Set) -> dict:
     """Error rates over all references that are not empty. Raises ConfigError if jiwer is not installed, DataError."""
     try:
@@ -96,6 +122,7 @@ def score(scored: Set) -> dict:
     return {
         "utterances": len(references),
         "without_result": sorted(key for key in references if key not in scored.hypotheses),
+        "without_reference": sorted(key for key in scored.hypotheses if key not in references),
         "wer": words.wer,
         "cer": characters.cer,
         "words": {
@@ -128,25 +155,41 @@ def _results(path: Path) -> Any:
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="score_text", description=__doc__)
-    parser.add_argument("--family", choices=["opuslm", "bagpiper"], required=True)
+    group = parser.add_argument_group("a set of the recipe")
+    group.add_argument("--family", choices=["opuslm", "bagpiper"])
+    group.add_argument("--data-json", type=Path, metavar="FILE", help="data.json or dataset.json of the set")
+    group.add_argument("--results-root", type=Path, help="directory that holds <task>_<set>/")
+    group = parser.add_argument_group("two files")
+    group.add_argument("--references", "--ref", type=Path, metavar="FILE", help="id and words, a line each")
+    hyp_help = "the same, or results.json or dialogue.json"
+    group.add_argument("--hypotheses", "--hyp", type=Path, metavar="FILE", help=hyp_help)
     parser.add_argument(
-        "--data-json", type=Path, required=True, metavar="FILE", help="data.json or dataset.json of the set"
+        "--task", help="task of a dataset.json; with two files what stands before the ids of the results"
     )
-    parser.add_argument("--task", help="task of a dataset.json")
-    parser.add_argument("--results-root", type=Path, required=True, help="directory that holds <task>_<set>/")
     return parser
+
+
+def _load(args: argparse.Namespace) -> Set | None:
+    files = (args.references, args.hypotheses)
+    if any(files):
+        if not all(files) or args.data_json or args.results_root:
+            raise ConfigError("give --references and --hypotheses, or --family, --data-json and --results-root")
+        return load_files(*files, args.task)
+    missing = [name for name in ("family", "data_json", "results_root") if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(f"--{missing[0].replace('_', '-')} is missing (or give --references and --hypotheses)")
+    if args.family == "opuslm":
+        return load_opuslm(args.data_json, args.results_root)
+    if not args.task:
+        raise ConfigError("--task is needed for --family bagpiper: a dataset.json does not name its task")
+    return load_bagpiper(args.data_json, args.results_root, args.task)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one line and writes ``score.json`` beside the results. Exit code 1 if an utterance has no result."""
     args = get_parser().parse_args(argv)
     try:
-        if args.family == "opuslm":
-            scored = load_opuslm(args.data_json, args.results_root)
-        elif args.task:
-            scored = load_bagpiper(args.data_json, args.results_root, args.task)
-        else:
-            raise ConfigError("--task is needed for --family bagpiper: a dataset.json does not name its task")
+        scored = _load(args)
         if scored is None:
             print(f"{args.data_json}: its results are audio, or it has no reference texts: nothing to score")
             return 0
@@ -160,6 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{scored.results}: WER {100 * scores['wer']:.2f} %, CER {100 * scores['cer']:.2f} % over {scores['utterances']} "
         f"utterances, {len(scores['without_result'])} of them without a result"
     )
+    for side in ("without_result", "without_reference"):
+        if scores[side]:
+            shown = ", ".join(scores[side][:_NAMED]) + (" ..." if len(scores[side]) > _NAMED else "")
+            print(f"score_text: {len(scores[side])} {side.replace('_', ' ')}: {shown}", file=sys.stderr)
     return 1 if scores["without_result"] else 0
 
 

@@ -1,10 +1,16 @@
 """Error rates of decoded text."""
 
+import importlib.util
 import json
+import pathlib
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+import soundfile
 
-from espnet2_vllm.bin import prepare_data, score_text
+from espnet2_vllm.bin import prepare_data, score_speech, score_text
 
 pytest.importorskip("jiwer")
 
@@ -70,3 +76,66 @@ def test_errors(dialogue_set, capsys):
     assert "--task is needed" in capsys.readouterr().err
     assert run(path, results, "--family", "bagpiper", "--task", "dialogue") == 1
     assert "has stage inference run?" in capsys.readouterr().err
+
+
+# -- two files, and speech ---------------------------------------------------------------------------------------------
+SCORE = pathlib.Path(__file__).resolve().parents[2] / "tools" / "score.sh"
+
+
+def score_sh(*words):
+    command = [str(SCORE), "--python", sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_files_of_espnets_recipe(tmp_path):
+    (tmp_path / "ref").write_text("a one two three\nb four five\nc six\n", encoding="utf-8")
+    (tmp_path / "hyp").write_text(
+        "codec_ssl_asr_a_sample0 one too three\ncodec_ssl_asr_a_sample1 x\ncodec_ssl_asr_b_sample0 four five\n"
+        "codec_ssl_asr_z_sample0 lost\n",
+        encoding="utf-8",
+    )
+    done = score_sh("--ref", tmp_path / "ref", "--hyp", tmp_path / "hyp", "--task", "codec_ssl_asr")
+    assert done.returncode == 1
+    assert "WER 33.33 %" in done.stdout and "over 3 utterances, 1 of them without a result" in done.stdout
+    assert "1 without result: c" in done.stderr and "1 without reference: z" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["results.json", "dialogue.json"])
+def test_json_results(tmp_path, name):
+    (tmp_path / "ref").write_text("a one two\nb three\n", encoding="utf-8")
+    turns = {
+        "a": [["assistant", "text", ["<x>"]], ["assistant", "text", ["one two"]]],
+        "b": [["assistant", "text", "three"]],
+    }
+    write(tmp_path / name, turns if name == "results.json" else [{key: value} for key, value in turns.items()])
+    done = score_sh("--ref", tmp_path / "ref", "--hyp", tmp_path / name)
+    assert done.returncode == 0 and "WER 0.00 %, CER 0.00 %" in done.stdout, done.stderr
+
+
+def test_options_that_do_not_go_together(tmp_path):
+    assert score_sh().returncode == 2
+    assert score_sh("--hyp", "x").returncode == 2
+    assert score_sh("--what").returncode == 2
+    assert score_sh("--ref").returncode == 2
+
+
+def test_speech(tmp_path, monkeypatch, capsys):
+    soundfile.write(tmp_path / "a.wav", np.full(800, 0.25), 8000)
+    soundfile.write(tmp_path / "b.wav", np.full((1600, 2), 0.5), 16000)
+    (tmp_path / "c.wav").write_bytes(b"no sound")
+    (tmp_path / "keys").write_text("a x\nd x\n", encoding="utf-8")
+    monkeypatch.setattr(score_speech, "load_utmos", lambda: lambda wav: float(len(wav)))
+    output = tmp_path / "scores.json"
+    words = ["--wavs", str(tmp_path), "--keys", str(tmp_path / "keys"), "--output", str(output)]
+    assert score_speech.main(words) == 1
+    found = capsys.readouterr()
+    assert "UTMOS 1600.000 over 2 recordings, 2 without a score" in found.out
+    assert "c: " in found.err and "d: no recording" in found.err
+    assert set(json.loads(output.read_text(encoding="utf-8"))["utmos"]) == {"a", "b"}
+
+
+def test_utmos_that_is_not_there_is_said(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.zeros(800), 16000)
+    if importlib.util.find_spec("versa") is None:
+        done = score_sh("--wav", tmp_path)
+        assert done.returncode == 2 and "UTMOS needs the VERSA toolkit" in done.stderr

@@ -36,10 +36,10 @@ class SplitDecoder:
         channels = self.before.conv.conv.in_channels
         weight = next(self.rest.parameters())
 
+        noise = torch.Generator().manual_seed(0)
+
         def draw(frames: int) -> torch.Tensor:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                return torch.randn(frames, channels).to(weight)
+            return torch.randn(frames, channels, generator=noise).to(weight)
 
         self.reach: Reach = reach_of(lambda frames: self.before(frames.T[None])[0].T, draw)
         assert self.reach.finite, f"the convolution before the LSTM of {width} units has no finite reach"

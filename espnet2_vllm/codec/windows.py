@@ -145,6 +145,8 @@ class WindowDecoder:
             assert sounds.shape == expected, f"codec gave waveforms of shape {tuple(sounds.shape)}, expected {expected}"
             if not self._cuda:
                 return sounds.float()
+            if sounds.numel() > self._host.numel():
+                self._host = torch.empty(sounds.numel(), pin_memory=True)
             host = self._host[: sounds.numel()].view(sounds.shape)
             host.copy_(sounds, non_blocking=True)
             self._stream.synchronize()

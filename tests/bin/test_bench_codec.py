@@ -31,7 +31,9 @@ def test_figures_of_a_codec_beside_the_engine(tmp_path, capfd):
     assert list(figures) == ["codec", "memory", "stall", "stream 1", "stream 3"]
     assert (entry["graphs"], entry["device_bytes"]) == (0, 0)
     assert figures["codec"]["largest_difference"] < 1e-4
-    assert figures["codec"]["rtf"] == pytest.approx(figures["codec"]["together_s"] / figures["codec"]["together_sound_s"])
+    assert figures["codec"]["rtf"] == pytest.approx(
+        figures["codec"]["together_s"] / figures["codec"]["together_sound_s"]
+    )
     assert figures["memory"]["clips"] == 10
     stall = figures["stall"]
     assert stall["in_flight"] == 3

@@ -1,5 +1,6 @@
 """Wav files as ESPnet writes them: PCM_16, mono, through libsndfile."""
 
+import io
 import os
 import uuid
 from pathlib import Path
@@ -27,8 +28,11 @@ def write_wav(path: str | os.PathLike, wav: np.ndarray, sample_rate: int) -> int
     # Not named .wav, so that nobody who lists the directory takes an unfinished file for a result.
     unfinished = path.parent / f".{uuid.uuid4().hex}.part"
     try:
+        # In memory first: libsndfile drops what a full disk refuses, and calls that a success.
+        whole = io.BytesIO()
+        soundfile.write(whole, wav, sample_rate, subtype="PCM_16", format="WAV")
         with open(unfinished, "xb") as file:
-            soundfile.write(file, wav, sample_rate, subtype="PCM_16", format="WAV")
+            file.write(whole.getbuffer())
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..engine import channel
-from ..engine.compat import engine_version
+from ..engine.compat import engine_version, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.tap import TAP
@@ -99,6 +99,7 @@ class VllmEngine:
         except (RuntimeError, ValueError) as error:
             # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which.
             raise EngineError(f"vLLM did not start with the engine options {options}: {error}") from error
+        watch_engine_process(self._engine.engine_core)
         self.max_rows = config.model_config.max_model_len
         self._seats = config.scheduler_config.max_num_seqs
         self._dtype = config.model_config.dtype
@@ -106,6 +107,7 @@ class VllmEngine:
         self._fresh: list[tuple[str, np.ndarray]] = []
         self._count = 0
         self.prefix_cache = PrefixCache()
+        self._dead = False
         log.info("vLLM %s, %s, up to %d rows a sequence", version, dtype, self.max_rows)
 
     def _configure(self, checkpoint: Checkpoint, dtype: str, options: dict[str, Any]) -> Any:
@@ -145,7 +147,7 @@ class VllmEngine:
         self._count += 1
         rows = request.prompt if request.reference is None else np.concatenate([request.prompt, request.reference])
         prompt = {"prompt_token_ids": [int(token) for token in rows[:, 0]]}
-        self._engine.add_request(name, prompt, self._params(name, request, rows))
+        self._ask(self._engine.add_request, name, prompt, self._params(name, request, rows))
         self._requests[name] = request
 
     def _check_servable(self, request: RowRequest) -> None:
@@ -198,7 +200,7 @@ class VllmEngine:
         if not self._requests:
             return []
         finished = []
-        for output in self._engine.step():
+        for output in self._ask(self._engine.step):
             if output.finished:
                 request = self._requests.pop(output.request_id)
                 finished.append((request.request_id, self._result(output, request)))
@@ -217,6 +219,25 @@ class VllmEngine:
     def take_rows(self) -> list[tuple[str, np.ndarray]]:
         fresh, self._fresh = self._fresh, []
         return fresh
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method of vLLM's engine.
+
+        Raises:
+            EngineError: if the engine is dead: its process is gone, or a step failed (out of memory, a lost device, ...).
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._dead:
+            raise EngineError("the engine is dead; make another one")
+        try:
+            return call(*args)
+        except (EngineDeadError, RuntimeError) as error:
+            self._dead = True
+            raise EngineError(
+                f"the engine died with {len(self._requests)} requests under way, which have no result: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _result(self, output: Any, request: RowRequest) -> Outcome:
         logits = tuple(TAP.take(output.request_id)) if self.keep_logits else None
@@ -251,7 +272,8 @@ class VllmEngine:
     def abort(self, ids: Iterable[str]) -> None:
         wanted = set(ids)
         names = [name for name, request in self._requests.items() if request.request_id in wanted]
-        self._engine.abort_request(names)
+        if not self._dead:
+            self._ask(self._engine.abort_request, names)
         self._fresh = [(request_id, rows) for request_id, rows in self._fresh if request_id not in wanted]
         for name in names:
             del self._requests[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..drive import draw_seed
-from ..errors import CheckpointError, SpeechLMError
+from ..errors import CheckpointError, EngineError, SpeechLMError
 from ..io.journal import Record, digest, earlier_settings
 from ..io.results import OUTSIDE, Draft, ResultWriter, Speech
 from ..plan import FAILED, OK, OUTCOMES, Utterance
@@ -99,7 +100,7 @@ def run_job(
         make_tower: what encodes continuous rows; called when the first sound comes.
 
     Raises:
-        SpeechLMError: what ends the job as a whole. The journals then hold all that was finished.
+        SpeechLMError, OSError: what ends the job as a whole. The journals then hold all that was finished.
     """
     from ..audio.ahead import encoded
     from ..backends import decode
@@ -118,7 +119,7 @@ def run_job(
             begun[key] = writer, time.monotonic()
             yield item
 
-    with Progress(total, tally) as progress, Store(speech, tally) as store:
+    with _saying_how_to_go_on(), Progress(total, tally) as progress, Store(speech, tally) as store:
         utterances = fresh() if make_tower is None else encoded(fresh(), make_tower)
         results = decode(
             engine, utterances, config, seed=seed, nbest=nbest, in_flight=in_flight, on_progress=progress.update
@@ -130,6 +131,15 @@ def run_job(
         writer.finish(keys[writer])
         tally.notes.update(writer.notes)
     return tally
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on() -> Iterator[None]:
+    try:
+        yield
+    except (EngineError, OSError):
+        log.warning("the run ends early: what was finished is in the journal, the same command goes on from there")
+        raise
 
 
 class Store:
@@ -169,7 +179,11 @@ class Store:
         wavs = iter(self._speech.decode(clips) if clips else ())
         records = []
         for writer, draft in batch:
-            record = writer.commit(draft, [next(wavs) for _ in draft.clips])
+            try:
+                record = writer.commit(draft, [next(wavs) for _ in draft.clips])
+            except OSError as error:
+                error.filename = error.filename or str(writer.directory)  # a full disk does not say where
+                raise
             records.append(record)
             if record.outcome != OK:
                 level = logging.ERROR if record.outcome in FAILED else logging.WARNING

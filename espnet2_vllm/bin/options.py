@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import ConfigError, SpeechLMError
@@ -103,6 +106,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     group = parser.add_argument_group("journal")
     option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
     option("no_resume", dest="resume", action="store_false", help="Decode everything anew")
+    option("overwrite", dest="resume", action="store_false", help="The same: begin anew whatever an earlier run left")
 
 
 def add_engine_options(option: Callable[..., None]) -> None:
@@ -162,7 +166,8 @@ def run_command(
     set_up_logging(args.log_level)
     log.info("command: %s %s", parser.prog, shlex.join(sys.argv[1:] if argv is None else argv))
     try:
-        return run(args, given)
+        with _heeding_sigterm():
+            return run(args, given)
     except SpeechLMError as error:
         log.error("%s", error)
         return error.exit_code
@@ -175,9 +180,32 @@ def run_command(
         # Output that cannot be written: no permission, no space, no such place.
         log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return 1
-    except KeyboardInterrupt:
-        log.error("interrupted; what was finished is in the journal, the same command goes on from there")
-        return 130
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT
+        log.error("%s; what was finished is in the journal, the same command goes on from there", number.name)
+        return 128 + number
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which batch systems send before they kill: ends the work in order, as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def _heeding_sigterm() -> Iterator[None]:
+    """Within the block a SIGTERM ends the work in order, and a second one the process at once."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def set_up_logging(level: str = "INFO") -> None:

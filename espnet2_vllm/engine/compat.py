@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.connection
 import pathlib
+import threading
 from typing import Any
 
 from ..errors import CheckpointError, EngineError
@@ -70,3 +72,23 @@ def sampler_output(**fields: Any) -> Any:
 def is_stale(request: Any) -> bool:
     """Whether vLLM will drop this request's next row, because it was reset while the row was in flight."""
     return bool(getattr(request, "async_tokens_to_discard", 0) or getattr(request, "num_stale_output_tokens", 0))
+
+
+def watch_engine_process(client: Any) -> None:
+    """Lets the client of an engine in a process of its own learn that this process is gone.
+
+    vLLM's own monitor marks the client as dead, but whoever waits for the next output then waits for ever (0.26 to 0.32, where
+    the process was killed and could not say so itself).
+    """
+    manager = getattr(getattr(client, "resources", None), "engine_manager", None)
+    if manager is None:
+        return  # the engine is in this process
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    sentinels = [process.sentinel for process in manager.processes]
+
+    def watch() -> None:
+        multiprocessing.connection.wait(sentinels)
+        client.outputs_queue.put_nowait(EngineDeadError())
+
+    threading.Thread(target=watch, name="engine watch", daemon=True).start()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import CodecError, DataError, SpeechLMError
 from ..layout import Layout
 from ..plan import FAILED, REFUSED, Hypothesis, Result
 from .journal import Journal, Record, digest
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..codec import Codec
 
 # What is counted on the way (``ResultWriter.notes``).
-BREAKS = "line breaks in texts were replaced by blanks"
+BREAKS = "line breaks in texts were written as escapes (\\n)"
 OUTSIDE = "audio ids were no code of their stream and became the nearest one"
 CLIPPED = "samples were beyond full scale and were clipped"
 
@@ -62,9 +62,11 @@ class Speech:
     def sample_rate(self) -> int:
         return self.codec.sample_rate
 
-    def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Codes [T, C] of each clip to float32 samples [T * hop]."""
-        wavs = [np.zeros(len(codes) * self.codec.hop, dtype=np.float32) for codes in clips]
+    def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray | CodecError]:
+        """Codes [T, C] of each clip to float32 samples [T * hop], or what went wrong with it."""
+        wavs: list[np.ndarray | CodecError] = [
+            np.zeros(len(codes) * self.codec.hop, dtype=np.float32) for codes in clips
+        ]
         batch: list[int] = []
         frames = 0
         for index, codes in enumerate(clips):
@@ -78,8 +80,18 @@ class Speech:
         self._decode_batch(clips, batch, wavs)
         return wavs
 
-    def _decode_batch(self, clips: Sequence[np.ndarray], batch: Sequence[int], wavs: list[np.ndarray]) -> None:
-        for index, wav in zip(batch, self.codec.decode_batch([clips[i] for i in batch]), strict=True):
+    def _decode_batch(
+        self, clips: Sequence[np.ndarray], batch: Sequence[int], wavs: list[np.ndarray | CodecError]
+    ) -> None:
+        try:
+            decoded = self.codec.decode_batch([clips[i] for i in batch])
+        except (SpeechLMError, RuntimeError, ValueError, IndexError) as error:
+            if len(batch) > 1:  # whichever it is, the others are not to blame
+                for index in batch:
+                    self._decode_batch(clips, [index], wavs)
+                return
+            decoded = [CodecError(f"the codec could not decode the clip: {type(error).__name__}: {error}")]
+        for index, wav in zip(batch, decoded, strict=True):
             wavs[index] = wav
 
 
@@ -127,13 +139,15 @@ class ResultWriter(ABC):
     def _draft(self, result: Result, record: Record) -> Draft:
         """Fills in the results of an utterance that was not refused."""
 
-    def commit(self, draft: Draft, wavs: Sequence[np.ndarray]) -> Record:
+    def commit(self, draft: Draft, wavs: Sequence[np.ndarray | SpeechLMError]) -> Record:
         """Writes the files of a draft (a waveform for each clip), then its tokens and its line. A failed file refuses the key."""
         record = draft.record
         try:
             for clip, wav in zip(draft.clips, wavs, strict=True):
+                if isinstance(wav, SpeechLMError):
+                    raise wav
                 self._write_wav(clip, wav)
-        except DataError as error:
+        except SpeechLMError as error:
             record = replace(record, outcome=REFUSED, reason=str(error), result=None)
             self.journal.append(record)
             return record

@@ -140,12 +140,14 @@ def test_an_engine_that_dies_ends_the_run_and_loses_nothing_that_was_finished(jo
     job, out = jobs("vllm"), tmp_path / "out"
     process = job.start(out, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     wait_for(lambda: len(journal(out)) >= 5, process)
+    process.send_signal(signal.SIGSTOP)  # so that the run does not end meanwhile
     engines = [
         child for child in psutil.Process(process.pid).children() if "EngineCore" in child.name() + str(child.cmdline())
     ]
     assert engines, psutil.Process(process.pid).children()
     for engine in engines:
         engine.kill()
+    process.send_signal(signal.SIGCONT)
     _, log = process.communicate(timeout=120)
     assert process.returncode == 1, log[-3000:]
     (line,) = [line for line in log.splitlines() if "ERROR: the engine died" in line]
@@ -281,8 +283,9 @@ def test_bad_prompts_are_refused_and_the_others_come_out_as_alone(tmp_path, monk
 # -- the client --------------------------------------------------------------------------------------------------------
 def test_a_client_that_goes_away_leaves_nothing_behind(job):
     """Whoever stops listening to ``decode`` takes its requests along; what runs beside it ends as if alone."""
-    import served as cases
-    from served import World
+    from fuzz.draws import header as header_of
+    from fuzz.draws import text_rows
+    from stage import Stage
 
     from espnet2_vllm.backends import decode
     from espnet2_vllm.checkpoint import ensure_converted
@@ -290,13 +293,11 @@ def test_a_client_that_goes_away_leaves_nothing_behind(job):
     from espnet2_vllm.plan import Given, Utterance, Wanted
 
     checkpoint = ensure_converted(BAGPIPER / "train.yaml", BAGPIPER / "mp_rank_00_model_states.pt")
-    world = World(checkpoint, {"sync": {"max_num_batched_tokens": 64}}, seed=20261130, requests=6)
+    world = Stage(checkpoint, {"sync": {"max_num_batched_tokens": 64}}, seed=20261130, requests=6)
     served = world.engine("sync")
     layout, config = world.layout, load_decoding(job.folder / "inference.yaml", "bagpiper")
-    header = cases.header(layout, "audio")
-    utterances = [
-        Utterance(f"u{i}", (Given(cases.text_rows(layout, world.rng, 5 + i)), Wanted(header))) for i in range(9)
-    ]
+    header = header_of(layout, "audio")
+    utterances = [Utterance(f"u{i}", (Given(text_rows(layout, world.rng, 5 + i)), Wanted(header))) for i in range(9)]
     served.submit(*world.requests)
     results = decode(served.engine, utterances, config, seed=1)
     next(results)

@@ -1,12 +1,16 @@
-"""16-bit wav files: libsndfile's numbers, whole or not at all."""
+"""Sound into files: libsndfile's numbers, whole or not at all."""
 
+from unittest import mock
+
+import kaldiio
 import numpy as np
 import pytest
 import soundfile
 from conftest import golden_files
 
-from espnet2_vllm.audio import write_wav
-from espnet2_vllm.errors import DataError
+from espnet2_vllm.audio import append_to_ark, read_audio, write_wav
+from espnet2_vllm.audio.formats import AudioFormat
+from espnet2_vllm.errors import ConfigError, DataError
 
 RECORDED = golden_files("opuslm/*/cases/plain_tts_eos.npz")
 
@@ -56,3 +60,79 @@ def test_rights_follow_the_umask(tmp_path):
     (tmp_path / "plain").touch()
     assert (tmp_path / "a.wav").stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert soundfile.info(tmp_path / "a.wav").frames == 0
+
+
+# -- other formats -----------------------------------------------------------------------------------------------------
+WAV = np.array([0.0, 0.5, -0.25, 1.0001, -3.0, 0.123456789], dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "subtype", "step"),
+    [("wav", "24", "PCM_24", 2**-23), ("wav", "float", "FLOAT", 0), ("flac", "16", "PCM_16", 2**-15)]
+    + [("flac", "24", "PCM_24", 2**-23)],
+)
+def test_formats(tmp_path, name, bits, subtype, step):
+    form = AudioFormat(name, bits)
+    path = tmp_path / f"a{form.suffix}"
+    assert write_wav(path, WAV, 16000, form) == (0 if bits == "float" else 2)
+    info = soundfile.info(path)
+    assert (info.format, info.subtype, info.samplerate, info.channels) == (name.upper(), subtype, 16000, 1)
+    samples, _ = soundfile.read(path, dtype="float64")
+    expected = WAV if bits == "float" else np.clip(WAV, -1, 1 - step)
+    np.testing.assert_allclose(samples, expected, rtol=0, atol=2 * step)
+
+
+@pytest.mark.parametrize("name", ["wav.ark", "flac.ark"])
+def test_arks_are_read_by_kaldi_s_rules(tmp_path, name):
+    form, path = AudioFormat(name), tmp_path / "sub" / "all.ark"
+    places = {}
+    for key, length in (("a", 100), ("b-long/key", 0), ("c", 7)):
+        wav = np.full(length, 0.25, dtype=np.float32)
+        places[key], clipped = append_to_ark(path, key, wav, 16000, form)
+        assert clipped == 0
+    for key, length in (("a", 100), ("c", 7)):
+        wav, rate = read_audio(f"{path}:{places[key]}")
+        assert (rate, wav.shape) == (16000, (1, length))
+        np.testing.assert_allclose(wav, 0.25, atol=2**-15)
+        assert kaldiio.load_mat(f"{path}:{places[key]}")[0] == 16000
+    assert form.suffix == f".{name.removesuffix('.ark')}"
+
+
+def test_an_ark_is_as_before_when_the_disk_is_full(tmp_path, monkeypatch):
+    path, form = tmp_path / "all.ark", AudioFormat("wav.ark")
+    append_to_ark(path, "a", WAV, 16000, form)
+    before = path.read_bytes()
+    real = open
+
+    def full(name, mode="r", **options):
+        file = real(name, mode, **options)
+        if mode == "ab":
+
+            def flush():
+                raise OSError(28, "No space left on device")
+
+            file = mock.Mock(wraps=file, flush=flush)
+            file.__enter__ = lambda self: self
+            file.__exit__ = lambda self, *_: file._mock_wraps.close()
+        return file
+
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(OSError, match="No space"):
+        append_to_ark(path, "b", WAV, 16000, form)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    with pytest.raises(DataError, match="b in .*all.ark: not written, 1 of 1 samples"):
+        append_to_ark(path, "b", np.array([np.nan]), 16000, form)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("mp3",), "audio_format 'mp3' is unknown; expected one of wav, flac, wav.ark, flac.ark"),
+        (("wav", "8"), "audio_bits '8' is unknown; expected one of 16, 24, float"),
+        (("flac", "float"), "flac holds 16 or 24 bits"),
+    ],
+)
+def test_formats_that_do_not_exist(values, message):
+    with pytest.raises(ConfigError, match=message):
+        AudioFormat(*values)

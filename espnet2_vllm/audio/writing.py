@@ -10,7 +10,6 @@ import numpy as np
 from espnet2_vllm.audio.formats import AudioFormat
 from espnet2_vllm.errors import DataError
 
-
 AS_ESPNET = AudioFormat()
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine import channel
-from ..engine.compat import engine_version, watch_engine_process
+from ..engine.compat import check_options, engine_version, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
+from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
 from ..errors import AbortError, EngineError
 from ..plan import RowRequest, RowResult
@@ -69,6 +70,7 @@ class VllmEngine:
 
     Attributes:
         prefix_cache: hits so far; logged when the engine closes.
+        version: of vLLM.
 
     Raises:
         EngineError: if vLLM is missing, outside the supported range, or refuses to start.
@@ -83,7 +85,7 @@ class VllmEngine:
         asynchronous: bool | None = None,
         **options: Any,
     ) -> None:
-        version = engine_version()
+        self.version = engine_version()
         self.layout = checkpoint.layout
         self.keep_logits = keep_logits
         config = self._configure(checkpoint, dtype, options)
@@ -108,7 +110,7 @@ class VllmEngine:
         self._count = 0
         self.prefix_cache = PrefixCache()
         self._dead = False
-        log.info("vLLM %s, %s, up to %d rows a sequence", version, dtype, self.max_rows)
+        log.info("vLLM %s, %s, up to %d rows a sequence", self.version, dtype, self.max_rows)
 
     def _configure(self, checkpoint: Checkpoint, dtype: str, options: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import EngineArgs
@@ -131,9 +133,12 @@ class VllmEngine:
         if cpu:
             defaults["enforce_eager"] = True  # compiling takes longer than most runs on a CPU
         try:
-            return EngineArgs(**fixed, **{**defaults, **options}).create_engine_config()
+            config = EngineArgs(**fixed, **{**defaults, **options}).create_engine_config()
         except (TypeError, ValueError) as error:
             raise EngineError(f"vLLM refused the engine options {options}: {error}") from error
+        check_options(config, cpu=cpu)
+        check_symbols(self.version, cpu=cpu, v2=config.use_v2_model_runner)
+        return config
 
     # -- requests -----------------------------------------------------------------------------------------------------
     @property

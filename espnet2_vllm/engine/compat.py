@@ -47,6 +47,64 @@ def steady_rows_known() -> bool:
     return engine_version().startswith("0.26.")
 
 
+def check_options(config: Any, *, cpu: bool) -> None:
+    """Refuses settings of the engine under which streams would be lost or mixed up.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        EngineError: naming the setting and what to do.
+    """
+    parallel = config.parallel_config
+    degrees = {
+        "tensor_parallel_size": "one process a GPU, each with its share of the utterances (--world-size, inference_nj)",
+        "pipeline_parallel_size": "leave it at 1",
+        "data_parallel_size": "one process a GPU, each with its share of the utterances (--world-size, inference_nj)",
+        "prefill_context_parallel_size": "leave it at 1",
+        "decode_context_parallel_size": "leave it at 1",
+    }
+    for name, remedy in degrees.items():
+        if (degree := getattr(parallel, name, 1)) != 1:
+            raise EngineError(f"engine option {name} {degree} is not supported; {remedy}")
+    problems = {
+        "speculative decoding is not supported; leave speculative_config out": config.speculative_config is not None,
+        "KV connectors are not supported; leave kv_transfer_config out": config.kv_transfer_config is not None,
+        "LoRA is not supported; merge the adapter into the checkpoint": config.lora_config is not None,
+        "scheduling policy must be fcfs; leave scheduling_policy out": config.scheduler_config.policy != "fcfs",
+        "vLLM chose its V1 model runner, which is not supported on CUDA; unset VLLM_USE_V2_MODEL_RUNNER and leave out options "
+        "that need V1": not cpu and not config.use_v2_model_runner,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise EngineError(problem)
+
+
+def check_wiring(config: Any, layout: Layout) -> None:
+    """Refuses to be served by a scheduler or worker other than this package's, as by a plain ``vllm serve``.
+
+    Raises:
+        EngineError: naming what was found and what is needed.
+    """
+    from .guidance import GuidanceScheduler
+    from .scheduler import SpeechScheduler
+
+    needed = GuidanceScheduler if layout.family == "bagpiper" else SpeechScheduler
+    scheduler, worker = config.scheduler_config.get_scheduler_cls(), config.parallel_config.worker_cls
+    worker = worker if isinstance(worker, str) else f"{worker.__module__}.{worker.__name__}"
+    right = f"--scheduler-cls {needed.__module__}.{needed.__name__} --worker-cls espnet2_vllm.engine.worker_gpu.SpeechGPUWorker"
+    if not issubclass(scheduler, needed):
+        raise EngineError(
+            f"vLLM was started with the scheduler {scheduler.__module__}.{scheduler.__name__}, which would lose all streams but "
+            f"the first; use this package's command lines, or {right}"
+        )
+    if not worker.startswith(f"{__package__}.worker"):
+        raise EngineError(
+            f"vLLM was started with the worker {worker}, which would lose all streams but the first; use this package's command "
+            f"lines, or {right} (worker_cpu.SpeechCPUWorker without a GPU)"
+        )
+
+
 def layout_of(model_config: Any) -> Layout:
     """The layout that ``espnet2-vllm convert`` wrote beside the weights."""
     path = pathlib.Path(model_config.model) / DESCRIPTION

@@ -12,7 +12,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from ..errors import CheckpointError
-from .compat import layout_of
+from .compat import check_wiring, layout_of
 from .core import SpeechWeights
 
 STREAM_EMB = "stream_emb.weight"
@@ -29,8 +29,10 @@ class SpeechModel:
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        layout = layout_of(vllm_config.model_config)
+        check_wiring(vllm_config, layout)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.layout = layout_of(vllm_config.model_config)
+        self.layout = layout
         hidden = vllm_config.model_config.get_hidden_size()
         self.stream_emb = nn.Embedding(self.layout.num_streams, hidden, dtype=vllm_config.model_config.dtype)
         self.stream_emb.weight.requires_grad_(False)

@@ -153,7 +153,9 @@ class GuidanceScheduler(SpeechScheduler):
         finally:
             self.max_num_running_reqs = self.seats
         scheduled = output.num_scheduled_tokens
-        self._idle = not scheduled and not any(request.num_output_placeholders for request in self.running)
+        # A step that preempts admits nobody, so that it may move nothing though the next one will.
+        quiet = not preempted and not scheduled
+        self._idle = quiet and not any(request.num_output_placeholders for request in self.running)
         for main, companion in pairs:
             both = (scheduled.get(main.request_id), scheduled.get(companion.request_id))
             assert both in ((1, 1), (None, None)), f"{main.request_id}: pair scheduled as {both} tokens"

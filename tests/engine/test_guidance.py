@@ -8,7 +8,7 @@ from fuzz.draws import DRAWN, replaced
 from stage import Stage
 
 from espnet2_vllm.checkpoint import ensure_converted
-from espnet2_vllm.protocol import BagpiperRules, ModalityRules
+from espnet2_vllm.protocol import AUDIO, TEXT, BagpiperRules, ModalityRules
 
 SEED = 20261201
 SETTINGS = {
@@ -123,4 +123,28 @@ def test_a_pair_that_the_cache_cannot_hold_is_cut_and_others_are_not(stage, guid
     assert "do not fit the" in caplog.text
     stage.check(found)
     served.limit()
+    served.assert_empty()
+
+
+def test_a_pair_is_not_given_up_behind_a_step_that_only_preempted(stage):
+    """Such a step admits nobody and may move nothing; it was taken for one that could not go on."""
+    block = ModalityRules(DRAWN, 5, 8, 1.5)
+    pair = stage.add("chosen", draws.prompt(stage.layout, stage.rng, 12), BagpiperRules(stage.layout, (), block, block))
+    other = stage.add("other", draws.prompt(stage.layout, stage.rng, 9), stage.fixed("audio", 30))
+    served, steps = stage.engine("sync"), iter(("preempt", "abort"))
+
+    def disturb():
+        main, step = served.known["chosen"], None
+        if main.next_phase in (TEXT, AUDIO):  # the model has chosen, and the companion is to come
+            step = next(steps, None)
+        if step == "preempt":
+            assert not served.scheduler.companion_of
+            served.preempt("other")
+        elif step == "abort":
+            assert served.preempted == [("other", served.rows_of("other"))]
+            served.engine.abort(["other"])
+
+    found = served.run(pair, other, before_step=disturb)
+    assert found.keys() == {"chosen"} and next(steps, None) is None
+    stage.check(found)
     served.assert_empty()

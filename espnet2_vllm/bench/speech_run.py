@@ -79,11 +79,10 @@ def run_speech(
 
 def _described(service: CodecService, taken: int) -> dict[str, Any]:
     reach = service.reach
-    right = service.codec.growing_features().right
     return {
         "sample_rate": service.codec.sample_rate,
         "hop": service.codec.hop,
-        "reach": {"left": reach.left, "right": reach.right, "features_right": right},
+        "reach": {"left": reach.left, "right": reach.right, "features_right": service.features_right},
         "graphs": 0 if service.decoder is None else service.decoder.graphs,
         "device_bytes": taken,
         "figures": {},

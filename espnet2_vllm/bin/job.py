@@ -18,7 +18,7 @@ from .. import __version__
 from ..drive import draw_seed
 from ..errors import CheckpointError, EngineError, SpeechLMError
 from ..io.journal import Record, digest, earlier_settings
-from ..io.results import OUTSIDE, Draft, ResultWriter, Speech
+from ..io.results import OUTSIDE, Draft, ResultWriter, Speech, outcome
 from ..plan import FAILED, OK, OUTCOMES, Utterance
 from .options import RANDOM_SEED
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Item = Utterance | tuple[str, SpeechLMError]
-_STORED_TOGETHER = 16  # results whose waveforms one call of the codec makes, at most
-_BACKLOG = 64  # results that may wait for their waveforms before the engine waits for them
+_WRITERS = 4  # results that are written at once
+_BACKLOG = 256  # results that may wait for their waveforms before the engine waits for them
 _LOG_SECONDS = 30.0  # between two lines of progress where there is no terminal
 _NAMED_FAILURES = 20  # keys without a result that the last lines name
 
@@ -143,13 +143,12 @@ def _saying_how_to_go_on() -> Iterator[None]:
 
 
 class Store:
-    """Turns drafts into files in the background, several at a time. Leaving the block waits for all of them."""
+    """Turns drafts into files in the background: the codec decodes, and several threads write. Leaving the block waits for all."""
 
     def __init__(self, speech: Speech | None, tally: Tally) -> None:
         self._speech, self._tally = speech, tally
-        self._waiting: deque[tuple[ResultWriter, Draft]] = deque()
         self._futures: deque[Future] = deque()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="results")
 
     def __enter__(self) -> Store:
         return self
@@ -160,37 +159,27 @@ class Store:
             self._collect(0)
 
     def put(self, writer: ResultWriter, draft: Draft) -> None:
-        """Takes a draft over; raises what went wrong with an earlier one."""
-        self._waiting.append((writer, draft))
-        self._futures.append(self._pool.submit(self._work))
+        """Takes a draft over; raises what went wrong with an earlier one. Waits while the codec has too much to do."""
+        wavs = [self._speech.submit(clip.codes) for clip in draft.clips]
+        self._futures.append(self._pool.submit(self._commit, writer, draft, wavs))
         self._collect(_BACKLOG)
 
     def _collect(self, allowed: int) -> None:
         while self._futures and (len(self._futures) > allowed or self._futures[0].done()):
-            for record in self._futures.popleft().result():
-                self._tally.add(record)
+            self._tally.add(self._futures.popleft().result())
 
-    def _work(self) -> list[Record]:
-        """Runs once for each draft; whichever run comes first takes what has gathered."""
-        batch = []
-        while self._waiting and len(batch) < _STORED_TOGETHER:
-            batch.append(self._waiting.popleft())
-        clips = [clip.codes for _, draft in batch for clip in draft.clips]
-        wavs = iter(self._speech.decode(clips) if clips else ())
-        records = []
-        for writer, draft in batch:
-            try:
-                record = writer.commit(draft, [next(wavs) for _ in draft.clips])
-            except OSError as error:
-                error.filename = error.filename or str(writer.directory)  # a full disk does not say where
-                raise
-            records.append(record)
-            if record.outcome != OK:
-                level = logging.ERROR if record.outcome in FAILED else logging.WARNING
-                log.log(level, "%s: %s: %s", record.key, record.outcome, record.reason)
-            if record.outside:
-                log.warning("%s: %d %s", record.key, record.outside, OUTSIDE)
-        return records
+    def _commit(self, writer: ResultWriter, draft: Draft, wavs: Sequence[Future]) -> Record:
+        try:
+            record = writer.commit(draft, [outcome(wav) for wav in wavs])
+        except OSError as error:
+            error.filename = error.filename or str(writer.directory)  # a full disk does not say where
+            raise
+        if record.outcome != OK:
+            level = logging.ERROR if record.outcome in FAILED else logging.WARNING
+            log.log(level, "%s: %s: %s", record.key, record.outcome, record.reason)
+        if record.outside:
+            log.warning("%s: %d %s", record.key, record.outside, OUTSIDE)
+        return record
 
 
 class Progress:

@@ -70,6 +70,8 @@ class SplitDecoder:
     @torch.inference_mode()
     def features(self, clips: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Codes [T, C] of whole clips -> [T, D]. The LSTM takes all clips at once: what fills up a clip comes behind it."""
+        if not clips:
+            return []
         embedded = self.embed(torch.cat(list(clips))).split([len(codes) for codes in clips], dim=2)
         maps = [self.before(part)[0].T for part in embedded if part.shape[2]]
         if not maps:

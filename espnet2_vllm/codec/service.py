@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import CodecError, SpeechLMError
+from .base import Codec
 from .chunks import Chunker, ChunkSizes, window_lengths
 from .reach import Reach, measure_reach
 from .torch_codec import TorchCodec
@@ -62,7 +63,7 @@ class CodecService:
 
     def __init__(
         self,
-        codec: TorchCodec,
+        codec: Codec,
         *,
         silent_frames: int = 0,
         waiting: int = 256,
@@ -71,7 +72,8 @@ class CodecService:
         tf32: bool = False,
     ) -> None:
         self.codec, self.silent_frames, self.ahead = codec, silent_frames, ahead
-        self.reach = measure_reach(codec)
+        self.max_frames = max_frames
+        self.reach = measure_reach(codec) if isinstance(codec, TorchCodec) else Reach(None, None)
         self.decoder = WindowDecoder(codec, self.reach, max_frames=max_frames, tf32=tf32) if self.reach.finite else None
         self.usage = Usage()
         self._room = threading.BoundedSemaphore(waiting)
@@ -132,15 +134,19 @@ class CodecService:
 
     def frames_until_first(self, sizes: ChunkSizes) -> int:
         """Frames that must be known before the first chunk of a clip that goes on can be decoded."""
-        right = (self.reach.right or 0) + self.codec.growing_features().right
-        return max(sizes.needed(0, right), self.silent_frames + 1)
+        return max(sizes.needed(0, (self.reach.right or 0) + self.features_right), self.silent_frames + 1)
+
+    @property
+    def features_right(self) -> int:
+        """Frames that must be known behind one before a recurrent decoder's features of it are."""
+        return 0 if self.decoder is None else self.codec.growing_features().right
 
     def prepare(self, sizes: ChunkSizes | None = None) -> int:
         """Captures CUDA graphs of what will be decoded, chunks of ``sizes`` included; bytes of the device that it all takes.
 
         To be called before the engine starts, so that its share can be cut by so much.
         """
-        if self.codec.device.type != "cuda" or self.decoder is None:
+        if self.decoder is None or self.codec.device.type != "cuda":
             return 0
         began = time.monotonic()
         chunks = [] if sizes is None else window_lengths(sizes, self.reach)
@@ -180,10 +186,10 @@ class CodecService:
         """Decodes finished clips together, giving way now and then; if that fails, one by one: the guilty one alone fails."""
         try:
             loud = [clip for clip in clips if len(clip.codes) > self.silent_frames]
-            wavs = None
-            for wavs in self._waveforms([clip.codes for clip in loud]):  # noqa: B007
+            wavs: list[np.ndarray] = []
+            for wavs in self._waveforms([clip.codes for clip in loud]) if loud else ():  # noqa: B007
                 yield
-            found = {id(clip): wav for clip, wav in zip(loud, wavs or [], strict=True)}
+            found = {id(clip): wav for clip, wav in zip(loud, wavs, strict=True)}
         except Exception as error:  # noqa: BLE001 - whatever a codec raises is the outcome of its clip
             if len(clips) > 1:
                 log.warning("codec: %d clips could not be decoded together (%s); one by one instead", len(clips), error)
@@ -203,8 +209,14 @@ class CodecService:
     def _waveforms(self, clips: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
         if self.decoder is not None:
             yield from self.decoder.decode_in_steps(clips)
-        else:
-            yield self.codec.decode_batch(clips)
+            return
+        wavs: list[np.ndarray] = []
+        while len(wavs) < len(clips):
+            # As many as are decoded at once in windows, but at least one.
+            frames = np.cumsum([len(codes) for codes in clips[len(wavs) :]])
+            count = max(int((frames <= self.max_frames).sum()), 1)
+            wavs += self.codec.decode_batch(clips[len(wavs) : len(wavs) + count])
+            yield wavs
 
     def _count(self, samples: int) -> None:
         self.usage.sound_s += samples / self.codec.sample_rate
@@ -260,7 +272,7 @@ class GrowingClip:
         self, service: CodecService, sizes: ChunkSizes, on_chunk: Callable[[np.ndarray | SpeechLMError, bool], None]
     ) -> None:
         self._service, self._on_chunk = service, on_chunk
-        self._features = service.codec.growing_features()
+        self._features = None if service.decoder is None else service.codec.growing_features()
         self._chunker = Chunker(sizes, service.reach if service.reach.finite else _UNLIMITED)
         self._fresh: list[np.ndarray] = []
         self._codes = 0
@@ -305,7 +317,7 @@ class GrowingClip:
             return False
         if self._ended:
             return True
-        if not self._service.reach.finite or self._codes <= self._service.silent_frames:
+        if self._features is None or self._codes <= self._service.silent_frames:
             return False
         right = self._chunker.reach.right + self._features.right
         return self._codes >= self._chunker.sizes.needed(self._chunker.given, right)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CodecError, DataError, SpeechLMError
+from ..audio.formats import AudioFormat
+from ..errors import DataError, SpeechLMError
 from ..layout import Layout
 from ..plan import FAILED, REFUSED, Hypothesis, Result
 from .journal import Journal, Record, digest
@@ -19,14 +22,12 @@ from .scores import Scores, scores_file, scores_of, write_scores
 
 if TYPE_CHECKING:
     from ..codec import Codec
+    from ..codec.service import CodecService
 
 # What is counted on the way (``ResultWriter.notes``).
 BREAKS = "line breaks in texts were written as escapes (\\n)"
 OUTSIDE = "audio ids were no code of their stream and became the nearest one"
 CLIPPED = "samples were beyond full scale and were clipped"
-
-# Frames decoded by one call of the codec at most: bounds its memory (about 160 s at 50 frames a second).
-_CODEC_FRAMES = 8192
 
 
 @dataclass(frozen=True)
@@ -55,50 +56,53 @@ class Speech:
         silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
     """
 
-    def __init__(self, codec: Codec, *, silent_frames: int = 0) -> None:
-        self.codec, self.silent_frames = codec, silent_frames
+    def __init__(self, codec: Codec, *, silent_frames: int = 0, form: AudioFormat | None = None) -> None:
+        self.codec, self.silent_frames, self.form = codec, silent_frames, form or AudioFormat()
+        self._lock = threading.Lock()
+        self._service: CodecService | None = None
 
     @property
     def sample_rate(self) -> int:
         return self.codec.sample_rate
 
-    def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray | CodecError]:
-        """Codes [T, C] of each clip to float32 samples [T * hop], or what went wrong with it."""
-        wavs: list[np.ndarray | CodecError] = [
-            np.zeros(len(codes) * self.codec.hop, dtype=np.float32) for codes in clips
-        ]
-        batch: list[int] = []
-        frames = 0
-        for index, codes in enumerate(clips):
-            if len(codes) <= self.silent_frames:
-                continue
-            if batch and frames + len(codes) > _CODEC_FRAMES:
-                self._decode_batch(clips, batch, wavs)
-                batch, frames = [], 0
-            batch.append(index)
-            frames += len(codes)
-        self._decode_batch(clips, batch, wavs)
-        return wavs
+    @property
+    def service(self) -> CodecService:
+        """The codec at work in a thread of its own, started when it is first needed."""
+        from ..codec.service import CodecService
 
-    def _decode_batch(
-        self, clips: Sequence[np.ndarray], batch: Sequence[int], wavs: list[np.ndarray | CodecError]
-    ) -> None:
-        try:
-            decoded = self.codec.decode_batch([clips[i] for i in batch])
-        except (SpeechLMError, RuntimeError, ValueError, IndexError) as error:
-            if len(batch) > 1:  # whichever it is, the others are not to blame
-                for index in batch:
-                    self._decode_batch(clips, [index], wavs)
-                return
-            decoded = [CodecError(f"the codec could not decode the clip: {type(error).__name__}: {error}")]
-        for index, wav in zip(batch, decoded, strict=True):
-            wavs[index] = wav
+        with self._lock:
+            if self._service is None:
+                self._service = CodecService(self.codec, silent_frames=self.silent_frames)
+            return self._service
+
+    def submit(self, codes: np.ndarray) -> Future:
+        """Codes [T, C] of a clip; the future gives float32 samples [T * hop], or raises what went wrong with it."""
+        return self.service.submit(codes)
+
+    def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray | SpeechLMError]:
+        """Codes [T, C] of each clip to float32 samples [T * hop], or what went wrong with it."""
+        return [outcome(future) for future in [self.submit(codes) for codes in clips]]
+
+    def close(self) -> None:
+        """Ends the thread when all clips are decoded."""
+        with self._lock:
+            if self._service is not None:
+                self._service.close()
+            self._service = None
+
+
+def outcome(future: Future) -> np.ndarray | SpeechLMError:
+    """Waits for the samples of a clip, or for what went wrong with it."""
+    try:
+        return future.result()
+    except SpeechLMError as error:
+        return error
 
 
 class ResultWriter(ABC):
     """Writes the results of one directory.
 
-    ``draft`` and ``finish`` belong to the thread that decodes; ``commit`` may run in another one, one call at a time.
+    ``draft`` and ``finish`` belong to the thread that decodes; ``commit`` may run in any number of others.
 
     Attributes:
         directory: as given on the command line; what files say about paths begins with it.
@@ -112,6 +116,9 @@ class ResultWriter(ABC):
         self.directory, self.layout, self.journal, self.speech = directory, layout, journal, speech
         self.with_scores = with_scores
         self.notes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._fresh = not journal.records
+        self._arks: set[str] = set()
 
     def draft(self, result: Result, seconds: float = 0.0) -> Draft:
         """The draft of a result. What cannot be written is refused, with the reason."""
@@ -141,17 +148,20 @@ class ResultWriter(ABC):
 
     def commit(self, draft: Draft, wavs: Sequence[np.ndarray | SpeechLMError]) -> Record:
         """Writes the files of a draft (a waveform for each clip), then its tokens and its line. A failed file refuses the key."""
-        record = draft.record
+        record, clipped = draft.record, 0
+        places: dict[str, str] = {}
         try:
             for clip, wav in zip(draft.clips, wavs, strict=True):
                 if isinstance(wav, SpeechLMError):
                     raise wav
-                self._write_wav(clip, wav)
+                places[clip.file], more = self._write_sound(clip, wav)
+                clipped += more
         except SpeechLMError as error:
             record = replace(record, outcome=REFUSED, reason=str(error), result=None)
-            self.journal.append(record)
+            with self._lock:
+                self.journal.append(record)
             return record
-        files = [clip.file for clip in draft.clips]
+        files = [place.rpartition(":")[0] if self._in_arks else place for place in places.values()]
         if draft.scores is not None:
             files.append(scores_file(record.key))
             write_scores(self.directory / files[-1], draft.scores)
@@ -160,15 +170,38 @@ class ResultWriter(ABC):
             record,
             files=tuple(files),
             audio_seconds=round(audio / self.speech.sample_rate, 4) if audio else 0.0,
-            tokens=tuple(self.journal.save_tokens(tokens) for tokens in draft.tokens),
+            result=_renamed(record.result, places) if self._in_arks else record.result,
         )
-        self.journal.append(record)
+        with self._lock:
+            self.notes[CLIPPED] += clipped
+            record = replace(record, tokens=tuple(self.journal.save_tokens(tokens) for tokens in draft.tokens))
+            self.journal.append(record)
         return record
 
-    def _write_wav(self, clip: Clip, wav: np.ndarray) -> None:
-        from ..audio.writing import write_wav
+    @property
+    def suffix(self) -> str:
+        """Of the names of recordings."""
+        return ".wav" if self.speech is None else self.speech.form.suffix
 
-        self.notes[CLIPPED] += write_wav(self.directory / clip.file, wav, self.speech.sample_rate)
+    @property
+    def _in_arks(self) -> bool:
+        return self.speech is not None and self.speech.form.in_arks
+
+    def _write_sound(self, clip: Clip, wav: np.ndarray) -> tuple[str, int]:
+        """Where the samples are now, below the directory (``file`` or ``ark:byte``), and how many were clipped."""
+        from ..audio.writing import append_to_ark, write_wav
+
+        form, rate = self.speech.form, self.speech.sample_rate
+        if not form.in_arks:
+            return clip.file, write_wav(self.directory / clip.file, wav, rate, form)
+        folder, _, name = clip.file.rpartition("/")
+        ark = f"{folder}/data_{form.container}.ark".removeprefix("/")
+        with self._lock:
+            if ark not in self._arks and self._fresh:
+                (self.directory / ark).unlink(missing_ok=True)  # of a run that is not gone on with
+            self._arks.add(ark)
+            start, clipped = append_to_ark(self.directory / ark, name.removesuffix(form.suffix), wav, rate, form)
+        return f"{ark}:{start}", clipped
 
     @abstractmethod
     def finish(self, keys: Sequence[str]) -> None:
@@ -182,6 +215,13 @@ class ResultWriter(ABC):
     def name(self, file: str) -> str:
         """How result files name ``file``."""
         return str(self.directory / file)
+
+
+def _renamed(value: Any, places: Mapping[str, str]) -> Any:
+    """JSON with the names of files as ``places`` has them."""
+    if isinstance(value, list | tuple):
+        return [_renamed(one, places) for one in value]
+    return places.get(value, value) if isinstance(value, str) else value
 
 
 def generated_rows(hypotheses: Sequence[Hypothesis]) -> int:

@@ -57,7 +57,7 @@ class BagpiperWriter(ResultWriter):
             if content.text is not None:
                 text = self.decode_text(content.text)
             elif content.codes is not None and len(content.codes):
-                file = safe_file_name(result.key, f"_segment{number}.wav")
+                file = safe_file_name(result.key, f"_segment{number}{self.suffix}")
                 clips.append(Clip(file, content.codes, True))
             messages.append([segment.role, segment.modality, text, file])
         return Draft(replace(record, result=messages), tuple(clips))

@@ -102,7 +102,7 @@ class TaskWriter(OpusLMWriter):
                     text, broken = one_line(self.decode_text(content.text))
                     self.notes[BREAKS] += broken
                 else:
-                    file = f"{entry}/{safe_file_name(name, '.wav')}"
+                    file = f"{entry}/{safe_file_name(name, self.suffix)}"
                     clips.append(Clip(file, content.codes, segment.generated))
                 rows.append([entry, name, text, file])
                 tokens.append(content.tokens)
@@ -140,7 +140,7 @@ class ChatWriter(OpusLMWriter):
             else:
                 # A system turn of audio is a speaker prompt to the model, but ESPnet's writer calls it by its codec.
                 modality = "codec_ssl" if segment.name == "spk" else segment.name
-                file = f"{DIALOGUE}/{safe_file_name(name, '.wav')}"
+                file = f"{DIALOGUE}/{safe_file_name(name, self.suffix)}"
                 clips.append(Clip(file, content.codes, segment.generated))
             turns.append([name, segment.role, modality, not segment.generated, text, file])
             tokens.append(content.tokens)

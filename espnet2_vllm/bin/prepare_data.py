@@ -1,7 +1,7 @@
 """Make a test set's ``data.json`` (OpusLM) or ``dataset.json`` (Bagpiper) from a Kaldi data directory.
 
 Only what a decoder reads is made: targets are what it produces, so a text-to-speech set needs no audio. Tasks whose
-conditions are discrete audio tokens need ESPnet's own tokenisation (stage 5 of its speechlm.sh).
+conditions are discrete audio take a directory that ``tokenize_audio`` wrote.
 """
 
 from __future__ import annotations
@@ -38,6 +38,19 @@ def opuslm_text_dialogue(args: argparse.Namespace) -> list[str]:
     write_keyed(args.output_dir / "index_files" / "dialogue", dict.fromkeys(text, str(pack)))
     _write_data_json(args, [f"{args.output_dir}/index_files/dialogue,dialogue,dialogue_json"], list(text))
     return list(text)
+
+
+def opuslm_from_codes(args: argparse.Namespace) -> list[str]:
+    """Recognition, captioning: tokens of recordings (`tokenize_audio`), and transcripts, where there are any, as references."""
+    codes = _nonempty(args.data_dir / "wav.scp")
+    files = [f"{args.output_dir}/index_files/wav.scp,codec_ssl,kaldi_ark"]
+    write_keyed(args.output_dir / "index_files" / "wav.scp", codes)
+    if (args.data_dir / "text").is_file():
+        texts = read_keyed(args.data_dir / "text")
+        write_keyed(args.output_dir / "index_files" / "text", {key: texts[key] for key in codes if key in texts})
+        files.append(f"{args.output_dir}/index_files/text,text_bpe,text")
+    _write_data_json(args, files, list(codes))
+    return list(codes)
 
 
 def bagpiper_text_to_audio(args: argparse.Namespace) -> list[str]:
@@ -91,6 +104,8 @@ TASKS: dict[str, dict[str, Callable[[argparse.Namespace], list[str]]]] = {
         "codec_ssl_plain_tts": opuslm_from_text,
         "textlm": opuslm_from_text,
         "text_dialogue": opuslm_text_dialogue,
+        "codec_ssl_asr": opuslm_from_codes,
+        "aac_codecssl": opuslm_from_codes,
     },
     "bagpiper": {
         "text_to_audio": bagpiper_text_to_audio,

@@ -84,6 +84,7 @@ Data
   --task, --data_name, --test_sets, --local_data_opts, --fs ${fs}, --system_prompt
   --question              bagpiper, task dialogue: what the user asks about each recording (audio question answering)
   --test_jsons            the files to decode, in place of those that stage 5 makes
+  --ssl_checkpoint_path, --ssl_kmeans_path, --ssl_nlayer ${ssl_nlayer}   SSL model that tokenises recordings for codec_ssl_asr
 Model
   --speechlm_exp          default \${expdir}/speechlm_\${tag}; --tag, --train_config name it as in ESPnet
   --inference_model       valid.acc.ave.pth; bagpiper: mp_rank_00_model_states.pt
@@ -150,10 +151,12 @@ case "${family}" in
     bagpiper) json_name=dataset.json module=espnet2_vllm.bin.inference default_model=mp_rank_00_model_states.pt ;;
 esac
 inference_model=${inference_model:-${default_model}}
-hears() { [ "${task}" = audio_to_text ] || [ -n "${question}" ]; } # whether recordings are read
+reads_tokens() { case "${task}" in codec_ssl_asr | aac_codecssl) ;; *) return 1 ;; esac; } # whether they are tokenised
+hears() { [ "${task}" = audio_to_text ] || [ -n "${question}" ] || reads_tokens; } # whether recordings are read
 # A dialogue about recordings is another set than one of transcripts.
 [ -z "${question}" ] || data_name+=_question
 audio_dir=${dumpdir}/audio_raw_${task}_${data_name}
+token_dir=${dumpdir}/token_raw_${task}_${data_name}
 data_dir=${dumpdir}/raw_${task}_${data_name}
 
 [ -n "${tag}" ] || [ -z "${train_config}" ] || tag=$(basename "${train_config}" .yaml)
@@ -181,6 +184,11 @@ if ! "${skip_data_prep}"; then
         needed data_name "${data_name}" "stages format and prepare"
         needed test_sets "${test_sets}" "stages format and prepare"
     fi
+    if runs 5 && reads_tokens; then
+        [ "${ssl_checkpoint_path}" != null ] || die 2 "--ssl_checkpoint_path is needed to tokenise recordings (config.yaml beside it)"
+        [ "${ssl_kmeans_path}" != null ] || die 2 "--ssl_kmeans_path is needed to tokenise recordings"
+        needed speechlm_exp "${speechlm_exp}" "tokenising recordings (or --tag)"
+    fi
 
     if runs 2; then
         for dset in ${test_sets}; do
@@ -198,6 +206,15 @@ if ! "${skip_data_prep}"; then
         for dset in ${test_sets}; do
             source_dir=data/${dset}
             if hears; then source_dir=${audio_dir}/${dset}; fi
+            if reads_tokens; then
+                log "Stage 5 (tokenise): ${source_dir} -> ${token_dir}/${dset}"
+                "${python}" -m espnet2_vllm.bin.tokenize_audio --data-dir "${source_dir}" --output-dir "${token_dir}/${dset}" \
+                    --train-config "${speechlm_exp}/config.yaml" --model-file "${speechlm_exp}/${inference_model}" \
+                    ${inference_config:+--inference-config "${inference_config}"} \
+                    --ssl-config "$(dirname "${ssl_checkpoint_path}")/config.yaml" --ssl-checkpoint "${ssl_checkpoint_path}" \
+                    --ssl-kmeans "${ssl_kmeans_path}" --ssl-layer "${ssl_nlayer}"
+                source_dir=${token_dir}/${dset}
+            fi
             log "Stage 5 (prepare): ${source_dir} -> ${data_dir}/${dset}/${json_name}"
             [ -d "${source_dir}" ] ||
                 die 1 "stage prepare: no directory ${source_dir}; run stage data (and format) first, or correct --test_sets"

@@ -6,7 +6,8 @@ set -euo pipefail
 
 stage=data            # First stage to run: data, format, prepare, inference, score, or their numbers.
 stop_stage=inference  # Last stage to run.
-runs="opuslm_tts opuslm_dialogue bagpiper_tts bagpiper_dialogue bagpiper_asr bagpiper_answer" # What to run, out of these.
+# What to run, out of these and opuslm_asr.
+runs="opuslm_tts opuslm_dialogue bagpiper_tts bagpiper_dialogue bagpiper_asr bagpiper_answer"
 test_sets=all         # Sets to decode: train (5 utterances), test (2) or all (7).
 backend=vllm          # vllm or pytorch.
 inference_nj=1        # Jobs of a run.
@@ -90,12 +91,18 @@ for run in ${runs}; do
     case "${run}" in
         opuslm_tts) opuslm codec_ssl_plain_tts ;;
         opuslm_dialogue) opuslm text_dialogue --system_prompt "${system_prompt}" ;;
+        opuslm_asr)
+            ssl=${expdir}/ssl_tiny
+            [ -e "${ssl}/kmeans.npy" ] || "${python}" local/make_tiny_ssl.py "${ssl}"
+            opuslm codec_ssl_asr --ssl_checkpoint_path "${ssl}/model.pth" --ssl_kmeans_path "${ssl}/kmeans.npy" --ssl_nlayer 2
+            ;;
         bagpiper_tts) bagpiper text_to_audio inference_audio ;;
         bagpiper_dialogue) bagpiper dialogue inference_text --system_prompt "${system_prompt}" ;;
         bagpiper_asr) hearing audio_to_text inference_text ;;
         bagpiper_answer) hearing dialogue inference_text --question "what does the speaker say?" ;;
         *)
-            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, bagpiper_tts, bagpiper_dialogue," \
+            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, opuslm_asr, bagpiper_tts," \
+                "bagpiper_dialogue," \
                 "bagpiper_asr or bagpiper_answer" 1>&2
             exit 2
             ;;

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from espnet2_vllm.audio.formats import AudioFormat
+from espnet2_vllm.audio_format import AudioFormat
 from espnet2_vllm.errors import DataError
 
 AS_ESPNET = AudioFormat()

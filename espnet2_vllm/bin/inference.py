@@ -145,12 +145,13 @@ def _decode_all(
 ) -> int:
     from ..backends import make_engine
     from ..text import TextTokenizer
-    from .job import checkpoint_identity, drawn_seed, journal_settings, report
+    from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report
 
     args.seed = drawn_seed(
         args.seed, args.resume, (path for set_ in datasets for path in _rank_folders(args, set_).values())
     )
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    options = prepare_speech(speech, args, options)
     settings = journal_settings(
         config,
         checkpoint=checkpoint_identity(checkpoint),
@@ -159,6 +160,7 @@ def _decode_all(
         nbest=1,
         options=options,
         with_scores=args.write_scores,
+        form=None if speech is None else speech.form,
     )
     codes = []
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import logging
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..audio_format import AudioFormat
 from ..drive import draw_seed
 from ..errors import CheckpointError, EngineError, SpeechLMError
 from ..io.journal import Record, digest, earlier_settings
@@ -247,6 +249,26 @@ def load_fitting_codec(description: CodecDescription, base_dir: Path, layout: La
     return codec
 
 
+def prepare_speech(speech: Speech | None, args: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Starts the codec in the format that was asked for; the engine's options, with the codec's memory out of vLLM's share.
+
+    Raises:
+        ConfigError: for a format that does not exist, or if no memory would be left.
+    """
+    form = AudioFormat(args.audio_format, args.audio_bits)
+    if speech is None:
+        return dict(options)
+    speech.form = form
+    taken = speech.prepare()
+    if not taken or args.backend != "vllm":
+        return dict(options)
+    import torch
+
+    from ..codec.budget import make_room
+
+    return make_room(options, taken, torch.cuda.get_device_properties(speech.codec.device).total_memory)
+
+
 def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """What tells a journal that it is the same checkpoint: where it came from and its description, which names its tensors."""
     description = (checkpoint.path / "speechlm.json").read_bytes()
@@ -280,6 +302,7 @@ def journal_settings(
     nbest: int,
     options: Mapping[str, Any],
     with_scores: bool = False,
+    form: AudioFormat | None = None,
 ) -> dict[str, Any]:
     """Everything that results depend on besides the utterances themselves; of the engine's ``options`` those that do."""
     decoding = asdict(config)
@@ -295,4 +318,5 @@ def journal_settings(
         "engine": {name: str(options[name]) for name in RESULT_OPTIONS if name in options},
         # Only where there are some, so that a run without scores takes over what an earlier version wrote.
         **({"scores": True} if with_scores else {}),
+        **({} if form in (None, AudioFormat()) else {"audio": [form.name, form.bits]}),
     }

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..audio_format import BITS, FORMATS
 from ..errors import ConfigError, SpeechLMError
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
         "ids [N,S] as emitted (delayed), logprobs [N,S] (natural logarithm), forced [N,S] (True: imposed, no choice; its "
         "log-probability is 0), segment [N], hypothesis [N]",
     )
+    group = parser.add_argument_group("sound")
+    option(
+        "audio_format", choices=FORMATS, default="wav", help="Of generated sound: files, or Kaldi arks named ark:byte"
+    )
+    option("audio_bits", choices=BITS, default="16", help="Of a sample; float only in wav")
     group = parser.add_argument_group("journal")
     option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
     option("no_resume", dest="resume", action="store_false", help="Decode everything anew")

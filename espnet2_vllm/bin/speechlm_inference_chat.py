@@ -200,10 +200,11 @@ def _decode(
     from ..io.results_opuslm import ChatWriter, TaskWriter
     from ..prompt.opuslm import Facts
     from ..text import TextTokenizer
-    from .job import checkpoint_identity, drawn_seed, journal_settings, report, run_job
+    from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report, run_job
 
     args.seed = drawn_seed(args.seed, args.resume, [args.output_dir])
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    options = prepare_speech(speech, args, options)
     settings = journal_settings(
         config,
         checkpoint=checkpoint_identity(checkpoint),
@@ -212,6 +213,7 @@ def _decode(
         nbest=nbest,
         options=options,
         with_scores=args.write_scores,
+        form=None if speech is None else speech.form,
     )
     journal = Journal(args.output_dir, settings, resume=args.resume)
     shared = (args.output_dir, checkpoint.layout, journal, speech, tokenizer.decode_opuslm, args.nproc)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..audio.formats import AudioFormat
+from ..audio_format import AudioFormat
 from ..errors import DataError, SpeechLMError
 from ..layout import Layout
 from ..plan import FAILED, REFUSED, Hypothesis, Result
@@ -74,6 +74,10 @@ class Speech:
             if self._service is None:
                 self._service = CodecService(self.codec, silent_frames=self.silent_frames)
             return self._service
+
+    def prepare(self) -> int:
+        """Starts the codec; bytes of the device that it takes. To be called before the engine starts."""
+        return self.service.prepare()
 
     def submit(self, codes: np.ndarray) -> Future:
         """Codes [T, C] of a clip; the future gives float32 samples [T * hop], or raises what went wrong with it."""

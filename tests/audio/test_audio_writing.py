@@ -9,7 +9,7 @@ import soundfile
 from conftest import golden_files
 
 from espnet2_vllm.audio import append_to_ark, read_audio, write_wav
-from espnet2_vllm.audio.formats import AudioFormat
+from espnet2_vllm.audio_format import AudioFormat
 from espnet2_vllm.errors import ConfigError, DataError
 
 RECORDED = golden_files("opuslm/*/cases/plain_tts_eos.npz")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from espnet2_vllm import backends
-from espnet2_vllm.audio.formats import AudioFormat
+from espnet2_vllm.audio_format import AudioFormat
 from espnet2_vllm.bin import job
 from espnet2_vllm.bin.job import Progress, Store, Tally, report, run_job
 from espnet2_vllm.errors import DataError, EngineError

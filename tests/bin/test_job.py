@@ -140,6 +140,28 @@ def test_many_results_pass_through_a_short_queue(tmp_path, monkeypatch):
     assert len(set(places)) == len(keys)
 
 
+def test_a_slow_codec_does_not_hold_the_engine(tmp_path, monkeypatch):
+    """The first clip is not decoded before the engine has given its last result."""
+    given, done = [], threading.Event()
+
+    class Slow(Speaker):
+        def decode(self, clips):
+            assert done.wait(60), f"the engine waits for the codec after {len(given)} results"
+            return super().decode(clips)
+
+    def decode(engine, items, config, **options):
+        for item in items:
+            given.append(item.key)
+            yield Result(item.key, (), "ok", "", item)
+        done.set()
+
+    monkeypatch.setattr(backends, "decode", decode)
+    writer = Writer(tmp_path)
+    writer.speech = Slow()
+    keys = [f"k{i}" for i in range(40)]
+    assert run(writer, keys).outcomes["ok"] == len(keys) and writer.finished == keys
+
+
 def test_store_reports_a_failure_at_the_latest_when_it_is_left(tmp_path):
     writer = Writer(tmp_path, fail="disk a")
     with pytest.raises(OSError, match="No space"), Store(writer.speech, Tally()) as store:

@@ -86,9 +86,21 @@ def test_sets_without_words_are_refused(data_dir, tmp_path, content, message, ca
 
 
 def test_a_task_that_needs_tokens_names_those_that_do_not(data_dir, tmp_path, capsys):
-    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_asr") == 2
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_se") == 2
     message = capsys.readouterr().err
     assert "expected one of codec_ssl_plain_tts" in message and "--test_jsons" in message
+
+
+def test_tokens_of_recordings(data_dir, tmp_path):
+    (data_dir / "wav.scp").write_text("utt1 a.ark:5\nutt3 a.ark:99\n", encoding="utf-8")
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_asr") == 0
+    made = json.loads((tmp_path / "dump" / "data.json").read_text(encoding="utf-8"))
+    assert made["examples"] == ["utt1", "utt3"]
+    assert [line.rsplit(",", 2)[1:] for line in made["data_files"]] == [
+        ["codec_ssl", "kaldi_ark"],
+        ["text_bpe", "text"],
+    ]
+    assert read_keyed(tmp_path / "dump" / "index_files" / "text") == {"utt1": "yes é"}
 
 
 @pytest.fixture

@@ -169,7 +169,8 @@ def test_a_set_that_cannot_be_read_keeps_no_other_from_being_decoded(recipe, che
         (["--test_sets", ""], 2, "--test_sets is needed"),
         (["--speechlm_exp", "nowhere", "--stage", "9"], 1, "no such file: nowhere/valid.acc.ave.pth"),
         (["--inference_config", "nowhere.yaml", "--stage", "9"], 1, "no such file: nowhere.yaml"),
-        (["--task", "codec_ssl_asr", "--stop_stage", "5"], 2, "expected one of codec_ssl_plain_tts"),
+        (["--task", "codec_ssl_se", "--stop_stage", "5"], 2, "expected one of codec_ssl_plain_tts"),
+        (["--task", "codec_ssl_asr", "--stop_stage", "5"], 2, "--ssl_checkpoint_path is needed"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_once(recipe, checkpoint, words, code, message):

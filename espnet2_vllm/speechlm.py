@@ -127,8 +127,7 @@ class SpeechLM:
         """
         from .checkpoint import ensure_converted
 
-        folder = name if Path(name).exists() else _download(str(name))
-        return cls(ensure_converted(folder, model_file, vocab_order=vocab_order), **options)
+        return cls(ensure_converted(find_folder(name), model_file, vocab_order=vocab_order), **options)
 
     @classmethod
     def from_server(cls, url: str, **options: Any) -> SpeechLM:
@@ -408,6 +407,11 @@ def _arguments(
     decoding: Any = None, *, answer: Sequence[str] = ("text",), seed: int | None = None
 ) -> tuple[Any, Sequence[str], int | None]:
     return decoding, answer, seed
+
+
+def find_folder(name: str | Path) -> Path:
+    """A file or folder that is here, or the hub's files of that tag. CheckpointError if there are none."""
+    return Path(name) if Path(name).exists() else _download(str(name))
 
 
 def _download(tag: str) -> Path:

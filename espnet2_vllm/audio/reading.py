@@ -42,11 +42,21 @@ def read_audio(spec: str, *, base_dir: str | os.PathLike | None = None) -> tuple
         wav, rate = _read_command(text[:-1].strip(), base_dir)
     else:
         wav, rate = _read_path(text, base_dir)
+    return _checked(wav, text), rate
+
+
+def read_audio_bytes(data: bytes, name: str) -> tuple[np.ndarray, int]:
+    """An audio file in memory -> ([channels, n] float32, sample rate in Hz). DataError, naming ``name``, as ``read_audio``."""
+    wav, rate = _decode(io.BytesIO(data), name)
+    return _checked(wav, name), rate
+
+
+def _checked(wav: np.ndarray, name: str) -> np.ndarray:
     if wav.shape[1] == 0:
-        raise DataError(f"{text}: the recording has no samples")
+        raise DataError(f"{name}: the recording has no samples")
     if not np.isfinite(wav).all():
-        raise DataError(f"{text}: {int((~np.isfinite(wav)).sum())} samples are NaN or infinite")
-    return wav, rate
+        raise DataError(f"{name}: {int((~np.isfinite(wav)).sum())} samples are NaN or infinite")
+    return wav
 
 
 def first_channel(wav: np.ndarray) -> np.ndarray:

@@ -56,7 +56,8 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="espnet2-vllm compare",
         description="Run the same requests twice; report equal ids, the first row that differs, and RMSE of the logits.",
-        epilog="Example: espnet2-vllm compare bagpiper-8b --a pytorch:float32 --b vllm:bfloat16 --requests 8",
+        epilog="Example: espnet2-vllm compare bagpiper-8b --a pytorch:float32 --b vllm:bfloat16 --requests 8. With two folders "
+        "in place of MODEL (espnet2-vllm compare A B) two result trees are compared.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -99,6 +100,10 @@ def get_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 if requests cannot be run, or differ with ``--require-equal``; 2 for wrong usage."""
     argv = sys.argv[1:] if argv is None else argv
+    if len(argv) > 1 and not argv[0].startswith("-") and not argv[1].startswith("-"):
+        from .compare_trees import main as compare_trees
+
+        return compare_trees(argv)
     return run_command(get_parser(), lambda args, _: run(args, argv), argv)
 
 

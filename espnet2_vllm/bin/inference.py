@@ -146,6 +146,7 @@ def _decode_all(
     from ..backends import make_engine
     from ..text import TextTokenizer
     from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report
+    from .report import end_of_run
 
     args.seed = drawn_seed(
         args.seed, args.resume, (path for set_ in datasets for path in _rank_folders(args, set_).values())
@@ -171,8 +172,10 @@ def _decode_all(
         for dataset, of_ranks in zip(datasets, writers, strict=True):
             begun = time.monotonic()
             tally = _decode(args, config, checkpoint, dataset, speech, tokenizer, engine, of_ranks)
-            where = str(args.output_dir / _directory(dataset))
-            codes.append(report(tally, time.monotonic() - begun, where))
+            where, seconds = str(args.output_dir / _directory(dataset)), time.monotonic() - begun
+            folders = [writer.directory for writer in of_ranks.values()]
+            end_of_run(folders, tally, seconds, dataset.specifier.text, args.command, dataset.samples)
+            codes.append(report(tally, seconds, where))
     return max(codes)
 
 

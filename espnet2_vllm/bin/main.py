@@ -12,12 +12,14 @@ COMMANDS = {
     "convert": ("espnet2_vllm.bin.convert", "write the directory that vLLM loads from an ESPnet checkpoint"),
     "check": ("espnet2_vllm.bin.check", "verify a converted directory"),
     "chat": ("espnet2_vllm.bin.speechlm_inference_chat", "decode data.json sets with an OpusLM checkpoint"),
+    "speechlm": ("espnet2_vllm.bin.speechlm_inference", "the same with the options of ESPnet's older decoder"),
     "inference": ("espnet2_vllm.bin.inference", "decode dataset.json sets with a Bagpiper checkpoint"),
     "prepare-data": ("espnet2_vllm.bin.prepare_data", "make data.json or dataset.json from a Kaldi data directory"),
     "split-data": ("espnet2_vllm.bin.split_data", "split data.json into one part a job"),
     "merge-outputs": ("espnet2_vllm.bin.merge_outputs", "merge what the jobs of one set wrote"),
+    "report": ("espnet2_vllm.bin.report", "what became of a set: a table, report.json and report.html"),
     "bench": ("espnet2_vllm.bin.bench", "measure speed against plain-text vLLM and the sequential backend"),
-    "compare": ("espnet2_vllm.bin.compare", "compare ids and logits of two backends or precisions"),
+    "compare": ("espnet2_vllm.bin.compare", "compare two result trees, or ids and logits of two backends"),
     "score-text": ("espnet2_vllm.bin.score_text", "word and character error rates of decoded text"),
 }
 

@@ -66,7 +66,7 @@ def merge_opuslm(jobs: Sequence[Path], output_dir: Path) -> set[str]:
     keys: set[str] = set()
     for name in sorted({entry.name for job in jobs for entry in job.iterdir() if _is_entry(entry)}):
         folders = [job / name for job in jobs if (job / name).is_dir()]
-        for file_name in (name, f"{name}_token.scp"):
+        for file_name in (name, f"{name}_token.scp", f"token_{name}.scp"):
             inputs = [folder / file_name for folder in folders if (folder / file_name).is_file()]
             if inputs:
                 written = merge_lines(inputs, output_dir / file_name)
@@ -130,6 +130,17 @@ def report(where: Path, ids: Sequence[str], missing: Sequence[str], ended: Mappi
         print(f"merge_outputs: and {len(missing) - _SHOWN} more, see {where / 'summary.json'}", file=sys.stderr)
 
 
+def _write_report(where: Path, jobs: Sequence[Path]) -> None:
+    """``report.json``, ``report.html`` and the table, where the jobs have journals (ESPnet's own decoder leaves none)."""
+    from espnet2_vllm.reports.collect import collect, text_table
+    from espnet2_vllm.reports.page import write_report
+
+    jobs = [job for job in jobs if (job / JOURNAL_FOLDER / "journal.jsonl").is_file()]
+    if jobs:
+        made = collect(jobs, where.name)
+        print(f"{text_table(made.table())}\nreport: {write_report(made, where)}")
+
+
 def _is_entry(path: Path) -> bool:
     return path.is_dir() and not path.name.startswith(".") and not _RANK_FILE.match(path.name)
 
@@ -160,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keys = merge_bagpiper(jobs, args.output_dir)
             missing = [key for key in ids if key not in keys]
         report(args.output_dir, ids, missing, journalled(jobs))
+        _write_report(args.output_dir, jobs)
     except SpeechLMError as error:
         print(f"merge_outputs: {error}", file=sys.stderr)
         return error.exit_code

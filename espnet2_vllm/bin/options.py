@@ -170,7 +170,8 @@ def run_command(
     """
     args, given = parse_with_given(parser, argv)
     set_up_logging(args.log_level)
-    log.info("command: %s %s", parser.prog, shlex.join(sys.argv[1:] if argv is None else argv))
+    args.command = f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}"
+    log.info("command: %s", args.command)
     try:
         with _heeding_sigterm():
             return run(args, given)

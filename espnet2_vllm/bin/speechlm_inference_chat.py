@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..decoding import DecodingConfig
     from ..io.data_json import DataJson
     from ..io.results import Speech
+    from ..io.results_opuslm import TaskWriter
     from .job import Item
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..io.data_json import open_data_json
 
     config = _settings(args, given)
-    data = open_data_json(_data_path(args.data_path_and_name_and_type))
+    data = open_data_json(data_path(args.data_path_and_name_and_type))
     nbest = args.nbest or 1
     if data.task.chat and nbest > 1:
         raise ConfigError(f"nbest {nbest}: a dialogue ({data.path}) is decoded with nbest 1 only")
@@ -97,14 +98,22 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     speech = load_speech(config, checkpoint, data, args.train_config, device)
     if args.backend == "pytorch":
         options["device"] = device
-    return _decode(args, config, checkpoint, data, speech, options, nbest)
+    return decode_set(args, config, checkpoint, data, speech, options, nbest)
 
 
 def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig:
-    """The decoding yaml; its keys that are options of the command line are put into ``args``, as ESPnet's main does."""
     from ..decoding import load_decoding
 
-    config = load_decoding(_config_file(args), "opuslm")
+    config = take_over(args, given, load_decoding(_config_file(args), "opuslm"))
+    return config.replace(inference_last_segment=args.inference_last_segment)
+
+
+def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingConfig) -> DecodingConfig:
+    """Puts the keys of a decoding yaml that are options of the command line into ``args``, as ESPnet's main does.
+
+    Raises:
+        ConfigError: for an option that is missing, or cannot be used.
+    """
     for name, value in config.cli.items():
         if name in _NOT_FROM_YAML or not hasattr(args, name):
             log.warning("%s: %s has no effect on this command line", config.source, name)
@@ -130,7 +139,7 @@ def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig
         if getattr(args, name) > 1:
             effect = f"results are laid out as by {args.nproc} processes" if name == "nproc" else "no effect"
             log.info("--%s %d: one engine decodes everything; %s", name, getattr(args, name), effect)
-    return config.replace(inference_last_segment=args.inference_last_segment, dtype=args.dtype)
+    return config.replace(dtype=args.dtype)
 
 
 def _config_file(args: argparse.Namespace) -> Path:
@@ -143,7 +152,7 @@ def _config_file(args: argparse.Namespace) -> Path:
     raise ConfigError("--inference_config_file is missing; expected a decoding yaml with blocks codec_ssl and text_bpe")
 
 
-def _data_path(triplet: str) -> Path:
+def data_path(triplet: str) -> Path:
     """``PATH`` of ``PATH,_,dataset_json``."""
     path, *rest = triplet.strip().rsplit(",", 2)
     if rest and (len(rest) != 2 or rest[1] != "dataset_json"):
@@ -170,7 +179,8 @@ def load_speech(
     task, layout = data.task, checkpoint.layout
     description, base = checkpoint.codec, checkpoint.codec_base
     if config.audio is not None and config.audio.tokenizer is not None:
-        description = codec_from_tokenizer(config.audio.tokenizer, where=f"{config.source}: codec_ssl.tokenizer")
+        block = "codec_conf" if config.dialect == "flat" else "codec_ssl.tokenizer"
+        description = codec_from_tokenizer(config.audio.tokenizer, where=f"{config.source}: {block}")
         base = Path(train_config) if Path(train_config).is_dir() else Path(train_config).parent
     written = any(entry.modality in AUDIO_MODALITIES for entry in task.entries) or task.chat
     if not written:
@@ -180,13 +190,14 @@ def load_speech(
             return None
         raise ConfigError(
             f"task {task.name} writes wav files, but neither {config.source} nor the checkpoint names a codec; add the block "
-            "codec_ssl.tokenizer (codec_choice, codec_fs, hf_model_tag or config_path and checkpoint_path)"
+            f"{'codec_conf' if config.dialect == 'flat' else 'codec_ssl.tokenizer'} (codec_choice, codec_fs, hf_model_tag or "
+            "config_path and checkpoint_path)"
         )
     codec = load_fitting_codec(description, base, layout, device)
     return Speech(codec, silent_frames=SILENT_FRAMES)
 
 
-def _decode(
+def decode_set(
     args: argparse.Namespace,
     config: DecodingConfig,
     checkpoint: Checkpoint,
@@ -194,13 +205,16 @@ def _decode(
     speech: Speech | None,
     options: dict[str, Any],
     nbest: int,
+    writer_of_tasks: type[TaskWriter] | None = None,
 ) -> int:
+    """Decodes an opened set; the exit code. ``writer_of_tasks``: None is this command line's own."""
     from ..backends import make_engine
     from ..io.journal import Journal
     from ..io.results_opuslm import ChatWriter, TaskWriter
     from ..prompt.opuslm import Facts
     from ..text import TextTokenizer
     from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report, run_job
+    from .report import end_of_run
 
     args.seed = drawn_seed(args.seed, args.resume, [args.output_dir])
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
@@ -221,7 +235,9 @@ def _decode(
         writer = ChatWriter(*shared, with_scores=args.write_scores)
     else:
         entries = [entry.name for entry in data.task.entries]
-        writer = TaskWriter(*shared, task=data.task.name, entries=entries, with_scores=args.write_scores)
+        writer = (writer_of_tasks or TaskWriter)(
+            *shared, task=data.task.name, entries=entries, with_scores=args.write_scores
+        )
     facts = Facts.from_preprocessor(checkpoint.preprocessor)
     items = _utterances(data, checkpoint, tokenizer, facts, args, speech)
     engine = make_engine(args.backend, checkpoint, args.dtype, **options)
@@ -241,7 +257,9 @@ def _decode(
     finally:
         engine.close()
         journal.close()
-    return report(tally, time.monotonic() - begun, str(args.output_dir))
+    seconds = time.monotonic() - begun
+    end_of_run([args.output_dir], tally, seconds, f"{data.task.name} of {data.path}", args.command, data.keys)
+    return report(tally, seconds, str(args.output_dir))
 
 
 def _utterances(

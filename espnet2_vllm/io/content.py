@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,26 @@ class Content:
     text: np.ndarray | None = None
     codes: np.ndarray | None = None
     outside: int = 0
+
+
+def legacy_content(layout: Layout, segment: Segment) -> Content:
+    """Content as ESPnet's older ``SpeechLM.parse_sequence`` (espnet2/bin/speechlm_inference.py) takes it from a segment.
+
+    Frames whose first code is pad are left out. Tokens are codes without SSL units, counted from the first code, or text ids of
+    the joint vocabulary.
+
+    Raises:
+        DataError: for a modality that is neither text nor audio.
+    """
+    if segment.name not in AUDIO_NAMES:
+        content = opuslm_content(layout, segment)
+        return replace(content, tokens=content.tokens + np.int32(layout.text.start))
+    rows = segment.rows if segment.generated else _without_header(layout, segment.rows)
+    first = layout.codec_streams[0]
+    rows = rows[(rows[:, first] != layout.pad) & (rows[:, 0] != layout.specials["eos"])]
+    codes, outside = codec_codes(layout, rows)
+    tokens = (rows[:, first:] - layout.code_spans[first].start).reshape(-1).astype(np.int32)
+    return Content(tokens, codes=codes, outside=outside)
 
 
 def opuslm_content(layout: Layout, segment: Segment) -> Content:

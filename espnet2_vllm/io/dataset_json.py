@@ -1,10 +1,11 @@
 """``dataset.json`` of ESPnet's new-style SpeechLM: entries with readers, and the ids to decode.
 
-Sources: ESPnet ``SingleDataset``, ``TextReader`` and ``LhotseAudioReader`` (espnet2/speechlm/dataloader).
+Sources: ESPnet ``SingleDataset``, ``TextReader``, ``LhotseAudioReader`` and the readers of arkive (espnet2/speechlm/dataloader).
 """
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from ..errors import DataError
 from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.bagpiper import Clip, Deaf, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
+from .arkive import ARKIVE_READERS, ArkiveReader, open_table
 from .json_lines import distinct_ids, read_json, read_json_lines
 from .kaldi import Table, locate, read_table
 from .lhotse import LhotseReader
@@ -74,7 +76,7 @@ class DialogueReader(Reader):
         return self.dialogues[uid]
 
 
-def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | LhotseReader:
+def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | LhotseReader | ArkiveReader:
     if kind == "text":
         return TextReader.open(path)
     if kind == "kaldi_audio":
@@ -83,9 +85,12 @@ def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | 
         return DialogueReader(path, read_json_lines(path, "example_id", "messages", list))
     if kind == "lhotse_audio":
         return LhotseReader.open(path, base_dir)
-    remedy = "; arkive data sets cannot be read yet" if kind.startswith("arkive_") else ""
-    known = "text, kaldi_audio, lhotse_audio, dialogue"
-    raise DataError(f"{where}: reader {kind!r} is not supported{remedy}; supported are {known}")
+    if kind in ARKIVE_READERS:
+        return ARKIVE_READERS[kind](open_table(path), base_dir)
+    known = ("text", "kaldi_audio", "lhotse_audio", "dialogue", *ARKIVE_READERS)
+    near = difflib.get_close_matches(kind, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise DataError(f"{where}: reader {kind!r} is not supported{hint}; supported are {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Dataset:
 
     specifier: Specifier
     samples: tuple[str, ...]
-    readers: Mapping[str, Reader | LhotseReader]
+    readers: Mapping[str, Reader | LhotseReader | ArkiveReader]
 
     @property
     def directory_name(self) -> str:
@@ -171,18 +176,34 @@ def read_utterances(
     """
     for uid in dataset.samples if samples is None else samples:
         try:
+            messages = dataset.messages(uid)
             yield bagpiper_utterance(
                 layout,
                 tokenizer,
-                dataset.messages(uid),
+                messages,
                 key=uid,
-                info={"task": dataset.specifier.task, "name": dataset.specifier.name},
+                info={
+                    "task": dataset.specifier.task,
+                    "name": dataset.specifier.name,
+                    "prompt": _prompt_texts(messages),
+                },
                 encode_audio=encode_audio,
                 listening=listening,
                 base_dir=dataset.specifier.path.parent,
             )
         except DataError as error:
             yield uid, DataError(f"{uid}: {error}")
+
+
+def _prompt_texts(messages: Sequence[Any]) -> str:
+    """Texts before the answer, one a line."""
+    texts = []
+    for message in messages:
+        if not (isinstance(message, list | tuple) and len(message) == 3) or message[0] == "assistant":
+            break
+        if isinstance(message[2], str) and message[1] == "text":
+            texts.append(message[2])
+    return "\n".join(texts)
 
 
 def open_datasets(specifiers: Sequence[Specifier]) -> list[Dataset]:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 FOLDER = ".journal"
 FORMAT = 1
 _TOKEN_BYTES = 4
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part")  # ``files.whole_file`` and ``audio.writing``
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Record:
         outside: audio ids that were no code of their stream; the codec got the nearest one.
         tokens: places (byte, count) of token arrays in ``tokens.i32``.
         result: JSON of the family's writer.
+        prompt: texts that were given, where ``result`` does not hold them; for reports.
     """
 
     key: str
@@ -64,6 +67,7 @@ class Record:
     tokens: tuple[tuple[int, int], ...] = ()
     result: Any = None
     outside: int = 0
+    prompt: str = ""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
@@ -120,6 +124,7 @@ class Journal:
         self.path, self._tokens_path = folder / "journal.jsonl", folder / "tokens.i32"
         self._lock = _lock(folder / "lock", directory)
         try:
+            _sweep(directory)
             settings = json.loads(json.dumps(settings))  # as it will be read back: tuples are lists, keys are strings
             if not (resume and self._load(settings)):
                 self._start(settings)
@@ -196,6 +201,13 @@ class Journal:
             self.records[record.key] = record
         os.truncate(self.path, whole)
         return True
+
+
+def _sweep(directory: Path) -> None:
+    """Takes away the unfinished files of a process that was killed; nobody else writes here while the lock is held."""
+    for path in directory.rglob(".*.part"):
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _lock(path: Path, directory: Path) -> Any:

@@ -34,6 +34,12 @@ def _percent(match: re.Match) -> str:
     return "".join(f"%{byte:02X}" for byte in match.group().encode("utf-8", "surrogatepass"))
 
 
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\x85": "\\x85", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
 def one_line(text: str) -> tuple[str, int]:
-    """``text`` with every line break replaced by a blank, and how many were replaced."""
-    return _LINE_BREAKS.subn(" ", text)
+    """``text`` with every line break written as Python writes it (``\\n``), and how many were; the rest stays as it is.
+
+    JSON files and the journal hold the text itself.
+    """
+    return _LINE_BREAKS.subn(lambda match: _ESCAPES[match.group()], text)

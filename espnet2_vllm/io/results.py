@@ -134,6 +134,7 @@ class ResultWriter(ABC):
             input="" if result.utterance is None else digest(result.utterance),
             rows=generated_rows(result.hypotheses),
             seconds=round(seconds, 3),
+            prompt="" if result.utterance is None else result.utterance.info.get("prompt", ""),
             ends=tuple(segment.end for segment in generated),
         )
         if result.outcome in FAILED:

@@ -2,7 +2,7 @@
 
 Sources: ``TaskOrientedWriter`` and ``ChatOrientedWriter`` of ``espnet2/speechlm/inference_utils.py``, merging in ``main`` of
 ``espnet2/bin/speechlm_inference_chat.py``. Different on purpose: the merged ``dialogue.json`` is valid JSON for every nproc
-(ESPnet puts several lists one after the other), merged files have the ranks in order, line breaks in a text become blanks.
+(ESPnet puts several lists one after the other), merged files have the ranks in order, line breaks in a text become escapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..layout import Layout
 from ..plan import Result, Segment
-from .content import Content, opuslm_content
+from .content import Content, legacy_content, opuslm_content
 from .files import whole_file
 from .journal import Journal, Record
 from .names import one_line, safe_file_name
@@ -63,13 +63,24 @@ class OpusLMWriter(ResultWriter):
         """Token ark and scp of one rank; returns the text of the scp. ``tokens``: (id, place in the journal)."""
         import kaldiio
 
-        ark, scp = (f"{entry}/rank{rank}_{entry}_token.{kind}" for kind in ("ark", "scp"))
+        ark, scp = (f"{entry}/rank{rank}_{self.token_name(entry)}.{kind}" for kind in ("ark", "scp"))
         lines = []
         with whole_file(self.directory / ark, binary=True) as file:
             for name, place in tokens:
                 lines.append(f"{name} {self.name(ark)}:{file.tell() + len(name.encode()) + 1}\n")
                 kaldiio.save_ark(file, {name: self.journal.load_tokens(place)})
         return self._write_text(scp, "".join(lines))
+
+    def token_name(self, entry: str) -> str:
+        """Name of an entry's token ark and scp, without rank and ending."""
+        return f"{entry}_token"
+
+    def _remove_stale_ranks(self, entry: str) -> None:
+        """Rank files of an earlier run with more ranks, which the journal holds anyway, would be read as this run's."""
+        for path in (self.directory / entry).glob("rank*_*"):
+            number = path.name.partition("_")[0].removeprefix("rank")
+            if number.isdecimal() and int(number) >= self.nproc:
+                path.unlink()
 
     def _write_text(self, name: str, text: str) -> str:
         with whole_file(self.directory / name) as file:
@@ -99,8 +110,8 @@ class TaskWriter(OpusLMWriter):
                 content = self._content(segment)
                 text = file = None
                 if content.codes is None:
-                    text, broken = one_line(self.decode_text(content.text))
-                    self.notes[BREAKS] += broken
+                    text = self.decode_text(content.text)
+                    self.notes[BREAKS] += one_line(text)[1]
                 else:
                     file = f"{entry}/{safe_file_name(name, self.suffix)}"
                     clips.append(Clip(file, content.codes, segment.generated))
@@ -114,7 +125,7 @@ class TaskWriter(OpusLMWriter):
             values, scps = [], []
             for rank, records in enumerate(ranks):
                 found = [
-                    (name, self.name(file) if text is None else text, place)
+                    (name, self.name(file) if text is None else one_line(text)[0], place)
                     for record in records
                     for (of, name, text, file), place in zip(record.result, record.tokens, strict=True)
                     if of == entry
@@ -123,7 +134,20 @@ class TaskWriter(OpusLMWriter):
                 values.append(self._write_text(f"{entry}/rank{rank}_{entry}", lines))
                 scps.append(self._write_tokens(entry, rank, [(name, place) for name, _, place in found]))
             self._write_text(f"{entry}/{entry}", "".join(values))
-            self._write_text(f"{entry}/{entry}_token.scp", "".join(scps))
+            self._write_text(f"{entry}/{self.token_name(entry)}.scp", "".join(scps))
+            self._remove_stale_ranks(entry)
+
+
+class LegacyWriter(TaskWriter):
+    """The tree of the older ``espnet2.bin.speechlm_inference``: token files are called ``token_<entry>``, with its tokens."""
+
+    def token_name(self, entry: str) -> str:
+        return f"token_{entry}"
+
+    def _content(self, segment: Segment) -> Content:
+        content = legacy_content(self.layout, segment)
+        self.notes[OUTSIDE] += content.outside
+        return content
 
 
 class ChatWriter(OpusLMWriter):
@@ -158,7 +182,8 @@ class ChatWriter(OpusLMWriter):
             scps.append(self._write_tokens(DIALOGUE, rank, tokens))
             dialogues += share
         self._write_json(f"{DIALOGUE}/{DIALOGUE}.json", dialogues)
-        self._write_text(f"{DIALOGUE}/{DIALOGUE}_token.scp", "".join(scps))
+        self._write_text(f"{DIALOGUE}/{self.token_name(DIALOGUE)}.scp", "".join(scps))
+        self._remove_stale_ranks(DIALOGUE)
 
     def _turn(self, _: str, role: str, modality: str, prefill: bool, text: str | None, file: str | None) -> list[Any]:
         return [role, modality, prefill, self.name(file) if text is None else text]

@@ -238,10 +238,11 @@ def test_cuts_are_read_by_lhotse(tmp_path):
         ({"data_entry": [], "samples": ["a"]}, "needs the entry text1; the entries are none"),
         ({"data_entry": [("text1", "x", "text")] * 2, "samples": ["a"]}, "text1 twice"),
         ({"data_entry": [("text1", "x", "text")], "samples": ["a"]}, "x: no such file"),
-        ({"data_entry": [("text1", ".", "arkive_text")], "samples": ["a"]}, "arkive data sets cannot be read yet"),
+        ({"data_entry": [("text1", ".", "arkive_text")], "samples": ["a"]}, "is a folder; expected the parquet file"),
+        ({"data_entry": [("text1", ".", "lhotse")], "samples": ["a"]}, "did you mean 'lhotse_audio'"),
         (
             {"data_entry": [("text1", ".", "txt")], "samples": ["a"]},
-            "reader 'txt' is not supported; supported are text",
+            "reader 'txt' is not supported; did you mean 'text'.; supported are text, kaldi_audio",
         ),
     ],
 )

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "vllm", "transformers", "soundfile", "kaldiio", "lhotse")
+HEAVY = ("torch", "vllm", "transformers", "soundfile", "kaldiio", "lhotse", "pyarrow")
 LIGHT = [
     *("layout", "delay", "codes", "plan", "protocol", "errors", "text"),
     *("prompt.tasks", "prompt.opuslm", "prompt.bagpiper"),
-    *("io.kaldi", "io.data_json", "io.dataset_json", "io.specifiers", "io.json_lines", "io.lhotse"),
+    *("io.kaldi", "io.data_json", "io.dataset_json", "io.specifiers", "io.json_lines", "io.lhotse", "io.arkive"),
 ]
 
 

@@ -51,6 +51,6 @@ def test_long_ids_are_cut_and_stay_apart(letter):
     assert safe_file_name(fits, ".wav") == fits + ".wav"
 
 
-def test_only_line_breaks_are_replaced():
-    assert one_line("a\r\nb\u2028c\x85d") == ("a  b c d", 4)
+def test_only_line_breaks_are_escaped():
+    assert one_line("a\r\nb\u2028c\x85d\u2029") == ("a\\r\\nb\\u2028c\\x85d\\u2029", 5)
     assert one_line("a\tb\x00\x0b\x0c\x1c\x1d\x1e") == ("a\tb\x00\x0b\x0c\x1c\x1d\x1e", 0)

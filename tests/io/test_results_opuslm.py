@@ -156,10 +156,11 @@ def test_a_line_break_in_a_text_does_not_break_the_file(model, tmp_path, breaker
     store(writer, text_result(writer.layout, "textlm_a", [1, 2]))
     store(writer, text_result(writer.layout, "textlm_b", [3]))
     writer.finish(["textlm_a", "textlm_b"])
-    blanks = " " * len(breaker)
-    expected = f"textlm_a_sample0 one{blanks}two\ntextlm_b_sample0 one{blanks}two\n"
+    escaped = breaker.encode("unicode_escape").decode()
+    expected = f"textlm_a_sample0 one{escaped}two\ntextlm_b_sample0 one{escaped}two\n"
     assert (tmp_path / "text" / "text").read_bytes().decode() == expected
     assert writer.notes[BREAKS] == 2 * len(breaker)
+    assert [record.result[0][2] for record in writer.journal.records.values()] == [f"one{breaker}two"] * 2
 
 
 def test_control_characters_that_espnet_writes_stay(model, tmp_path):

@@ -1,0 +1,177 @@
+"""Entries of arkive data sets: a parquet table that says where in large binary files each recording or text lies.
+
+Formats: the arkive tool (github.com/wanchichen/arkive) and ESPnet's readers ``ArkiveAudioReader``, ``ArkiveTextReader`` and
+``ArkiveDialogueLoader`` (espnet2/speechlm/dataloader/multimodal_loader). A row has ``utt_id``, ``path``, ``start_byte_offset`` and
+``file_size_bytes``; that of a part of a recording also ``start_time`` and ``end_time`` in seconds. Texts are compressed with
+Zstandard; a dialogue is a text that holds its messages as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ConfigError, DataError
+from .kaldi import locate
+
+_NEEDED = ("utt_id", "path", "start_byte_offset", "file_size_bytes")
+_TIMES = ("start_time", "end_time")
+
+
+class Place(NamedTuple):
+    """Where the bytes of one id lie. Times in seconds, None for the whole recording."""
+
+    path: str
+    start: int
+    size: int
+    start_time: float | None
+    end_time: float | None
+
+
+@dataclass(frozen=True)
+class ArkiveTable:
+    """A parquet table by id."""
+
+    path: Path
+    places: Mapping[str, Place]
+
+    def read(self, uid: str, base_dir: Path) -> tuple[bytes, Place]:
+        """Bytes of ``uid``. DataError, naming table, id and file, if they are not all there."""
+        if uid not in self.places:
+            raise DataError(f"{self.path}: no row has the utt_id {uid}")
+        place = self.places[uid]
+        where = f"{uid} of {self.path}"
+        try:
+            path = locate(place.path, base_dir)
+            with path.open("rb") as file:
+                file.seek(place.start)
+                data = file.read(place.size)
+        except OSError as error:
+            raise DataError(f"{where}: {place.path}: cannot be read: {error.strerror}") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        if len(data) < place.size:
+            raise DataError(
+                f"{where}: {path} is cut short, {len(data)} of {place.size} bytes from byte {place.start} are there"
+            )
+        return data, place
+
+
+def open_table(path: Path) -> ArkiveTable:
+    """Reads the columns that are needed.
+
+    Raises:
+        DataError: naming the file, for one that is no such table, a row without a place, or an id that comes twice.
+        ConfigError: if pyarrow is not installed.
+    """
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; expected the parquet file in it (metadata.parquet)")
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: arkive data sets need pyarrow, which is not installed; pip install pyarrow"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            absent = [name for name in _NEEDED if name not in names]
+            if absent:
+                raise DataError(f"{path}: has no column {', '.join(absent)}; its columns are {', '.join(names)}")
+            columns = file.read([name for name in (*_NEEDED, *_TIMES) if name in names]).to_pydict()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+    return ArkiveTable(path, _places(path, columns))
+
+
+def _places(path: Path, columns: Mapping[str, list]) -> dict[str, Place]:
+    count = len(columns["utt_id"])
+    times = [columns.get(name, [None] * count) for name in _TIMES]
+    places: dict[str, Place] = {}
+    rows = zip(*(columns[name] for name in _NEEDED), *times, strict=True)
+    for number, (uid, file, start, size, begin, end) in enumerate(rows, 1):
+        if not (isinstance(uid, str) and isinstance(file, str) and isinstance(start, int) and isinstance(size, int)):
+            raise DataError(
+                f"{path}: row {number}: expected utt_id and path as text, and two whole numbers, got {uid!r}, {file!r}"
+            )
+        if uid in places:
+            raise DataError(f"{path}: row {number}: utt_id {uid!r} comes twice")
+        places[uid] = Place(file, start, size, begin, end)
+    return places
+
+
+@dataclass(frozen=True)
+class ArkiveReader(ABC):
+    """Content of one entry by id. DataError, naming table and id, for what it cannot give."""
+
+    table: ArkiveTable
+    base_dir: Path
+
+    @abstractmethod
+    def load(self, uid: str) -> Any: ...
+
+
+class ArkiveAudio(ArkiveReader):
+    """``(samples [channels, n] float32, rate)``."""
+
+    def load(self, uid: str) -> tuple[np.ndarray, int]:
+        from ..audio.reading import read_audio_bytes
+
+        data, place = self.table.read(uid, self.base_dir)
+        where = f"{uid} of {self.table.path}"
+        wav, rate = read_audio_bytes(data, where)
+        first = 0 if place.start_time is None else int(place.start_time * rate)
+        last = wav.shape[1] if place.end_time is None else int(place.end_time * rate)
+        if not 0 <= first < last or first >= wav.shape[1]:
+            raise DataError(
+                f"{where}: the part from {place.start_time} to {place.end_time} s is not within the recording of "
+                f"{wav.shape[1] / rate:.3f} s"
+            )
+        return np.ascontiguousarray(wav[:, first:last]), rate
+
+
+class ArkiveText(ArkiveReader):
+    """A text."""
+
+    def load(self, uid: str) -> Any:
+        import pyarrow
+
+        data, _ = self.table.read(uid, self.base_dir)
+        where = f"{uid} of {self.table.path}"
+        try:
+            text = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read().decode("utf-8")
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{where}: is no text compressed with Zstandard: {error}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        if not text.strip():
+            raise DataError(f"{where}: the text is empty")
+        return text
+
+
+class ArkiveDialogue(ArkiveText):
+    """Messages ``[role, modality, content]``."""
+
+    def load(self, uid: str) -> list:
+        text = super().load(uid)
+        try:
+            messages = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{uid} of {self.table.path}: is no JSON: {error}") from error
+        if isinstance(messages, dict) and "messages" in messages:
+            messages = messages["messages"]
+        if not isinstance(messages, list):
+            raise DataError(
+                f"{uid} of {self.table.path}: holds a {type(messages).__name__}, expected a list of messages"
+            )
+        return messages
+
+
+ARKIVE_READERS = {"arkive_audio": ArkiveAudio, "arkive_text": ArkiveText, "arkive_dialogue": ArkiveDialogue}

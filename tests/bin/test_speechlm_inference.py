@@ -1,0 +1,139 @@
+"""ESPnet's older OpusLM command line: options and yaml, and the tree that it writes."""
+
+import json
+import logging
+
+import kaldiio
+import numpy as np
+import pytest
+import soundfile
+import yaml
+from commands import help_of, writable
+from conftest import golden_models
+
+from espnet2_vllm.bin import speechlm_inference
+
+ASR, TTS = "codec_ssl_asr", "codec_ssl_tts"
+GREEDY = ("--search_algo", "greedy_search", "--maxlenratio", "0.4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The working directory, with the codec's settings in a flat yaml."""
+    copy = writable(golden_models("opuslm")[0], tmp_path_factory.mktemp("legacy") / "model")
+    decode = yaml.safe_load((copy / "decode_default.yaml").read_text(encoding="utf-8"))
+    flat = {
+        "search_algo": "greedy_search",
+        "maxlenratio": 0.4,
+        "nproc": 1,
+        "codec_conf": decode["codec_ssl"]["tokenizer"],
+    }
+    (copy / "flat.yaml").write_text(json.dumps(flat), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(copy)
+        yield copy
+
+
+def run(model, task, examples, out, *more, config="flat.yaml"):
+    data = json.loads((model / "data" / task / "data.json").read_text(encoding="utf-8"))
+    path = model / f"{task}.json"
+    path.write_text(json.dumps({**data, "examples": list(examples)}), encoding="utf-8")
+    words = [
+        "--train_config",
+        "config.yaml",
+        "--model_file",
+        "model.pth",
+        "--output_dir",
+        str(out),
+        "--backend",
+        "pytorch",
+    ]
+    words += ["--data_path_and_name_and_type", f"{path},_,dataset_json"]
+    words += ["--config", config] if config else []
+    return speechlm_inference.main([*words, *map(str, more)])
+
+
+def lines(path):
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def test_the_tree(model, tmp_path):
+    """Bare ids of conditions, samples of answers, and token files with the older name and the older counting."""
+    out = tmp_path / "out"
+    assert run(model, TTS, ["u00", "u01"], out, "--nbest", 2) == 0
+    names = [f"{TTS}_{uid}_sample{k}" for uid in ("u00", "u01") for k in (0, 1)]
+    assert [line.split(" ", 1)[0] for line in lines(out / "wav.scp" / "wav.scp")] == names
+    assert [line.split(" ", 1)[0] for line in lines(out / "text" / "text")] == ["u00", "u01"]
+    for entry in ("text", "utt2spk", "wav.scp"):
+        assert {path.name for path in (out / entry).iterdir() if path.suffix != ".wav"} == {
+            entry, f"rank0_{entry}", f"token_{entry}.scp", f"rank0_token_{entry}.scp", f"rank0_token_{entry}.ark"
+        }  # fmt: skip
+    tokens = kaldiio.load_scp(str(out / "wav.scp" / "token_wav.scp.scp"))
+    for line in lines(out / "wav.scp" / "wav.scp"):
+        name, path = line.split(" ", 1)
+        assert tokens[name].dtype == np.int32 and len(tokens[name]) % 8 == 0  # 8 codebooks, no SSL unit
+        frames = tokens[name].reshape(-1, 8)
+        assert ((frames >= 0) & (frames < 8 * 32)).all() and (frames // 32 == np.arange(8)).all()
+        assert soundfile.info(path).frames == len(frames) * 320
+    texts = kaldiio.load_scp(str(out / "text" / "token_text.scp"))
+    assert all((texts[uid] >= 256).all() for uid in ("u00", "u01")), "ids of the joint vocabulary"
+
+
+def test_a_rank_file_of_an_earlier_run_with_more_ranks_goes(model, tmp_path):
+    out = tmp_path / "out"
+    assert run(model, ASR, ["u00", "u01"], out, "--nproc", 2) == 0
+    assert (out / "text" / "rank1_text").is_file()
+    assert run(model, ASR, ["u00", "u01"], out, "--nproc", 1) == 0
+    assert not list(out.glob("*/rank1_*")) and len(lines(out / "text" / "rank0_text")) == 2
+
+
+def test_the_command_line_wins_over_the_yaml(model, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (model / "two.yaml").write_text(
+        (model / "flat.yaml").read_text("utf-8").replace('"nproc": 1', '"nproc": 2'), "utf-8"
+    )
+    assert run(model, ASR, ["u00"], tmp_path / "a", config="two.yaml") == 0
+    assert (tmp_path / "a" / "text" / "rank1_text").is_file()
+    assert run(model, ASR, ["u00"], tmp_path / "b", "--nproc", 1, config="two.yaml") == 0
+    assert "--nproc 1 wins over 2" in caplog.text and not (tmp_path / "b" / "text" / "rank1_text").exists()
+
+
+def test_without_a_yaml_all_options_stand_on_the_command_line(model, tmp_path):
+    codec = json.loads((model / "flat.yaml").read_text("utf-8"))["codec_conf"]
+    nested = ["--codec_conf", json.dumps({k: v for k, v in codec.items() if k != "codec_config"})]
+    for name, value in codec.get("codec_config", {}).items():
+        nested += ["--codec_conf", f"codec_config.{name}={json.dumps(value)}"]
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run(model, ASR, ["u00"], a, *GREEDY, *nested, config=None) == 0
+    assert run(model, ASR, ["u00"], b) == 0
+    assert (a / "text" / "text").read_bytes() == (b / "text" / "text").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--search_algo", "beam_search"], "beam_search, which is not supported"),
+        (["--fixed_length", "true"], "fixed_length"),
+        (["--run_asr", "true"], "run_asr"),
+        (["--inference_nq", "4"], "inference_nq"),
+        (["--data_path_and_name_and_type", "x/data.json,_,dataset_json"], "given 2 times; expected one data.json"),
+        (["--sampling_temperature", "0", "--search_algo", "topk_sampling"], "sampling_temperature"),
+        (["--config", "decode_default.yaml"], "espnet2_vllm.bin.speechlm_inference_chat takes"),
+        (["--ngpu", "2"], "--ngpu 2"),
+    ],
+)
+def test_what_cannot_be_used_is_said(model, tmp_path, caplog, more, message):
+    assert run(model, ASR, ["u00"], tmp_path / "out", *more) == 2
+    assert message in caplog.text
+
+
+def test_dialogues_are_for_the_chat_command(model, tmp_path, caplog):
+    assert run(model, "text_dialogue", ["td0"], tmp_path / "out") == 2
+    assert "use espnet2_vllm.bin.speechlm_inference_chat" in caplog.text
+
+
+def test_help_is_quick_and_names_espnets_options():
+    text, seconds = help_of("espnet2_vllm.bin.speechlm_inference")
+    for name in ("config", "nproc", "model_tag", "maxlenratio", "top_p", "beam_size", "fixed_length", "codec_conf"):
+        assert f"--{name}" in text
+    assert seconds < 0.5, f"--help took {seconds:.2f} s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from espnet2_vllm.errors import ConfigError
+from .errors import ConfigError
 
 FORMATS = ("wav", "flac", "wav.ark", "flac.ark")  # ESPnet's --audio_format
 BITS = ("16", "24", "float")

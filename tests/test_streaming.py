@@ -10,8 +10,8 @@ import threading
 
 import numpy as np
 import pytest
-import served as cases
 from conftest import golden_files, golden_models
+from fuzz.draws import header, text_rows
 from golden_cases import EXACT, Model, replay
 
 from espnet2_vllm.backends import decode
@@ -132,8 +132,8 @@ def config(tmp_path, model):
 
 
 def utterance(model, key="u"):
-    rng, header = random.Random(5), cases.header(model.layout, "audio")
-    return Utterance(key, (Given(cases.text_rows(model.layout, rng, 6), "text_bpe"), Wanted(header, "codec_ssl")))
+    rng, wanted = random.Random(5), header(model.layout, "audio")
+    return Utterance(key, (Given(text_rows(model.layout, rng, 6), "text_bpe"), Wanted(wanted, "codec_ssl")))
 
 
 class CountedEngine:
@@ -271,7 +271,7 @@ def test_a_reader_that_leaves_takes_its_request_along(model, config):
 
 
 def test_what_cannot_be_decoded_is_a_refusal(model, config):
-    empty = Utterance("empty", (Wanted(cases.header(model.layout, "audio"), "codec_ssl"),))
+    empty = Utterance("empty", (Wanted(header(model.layout, "audio"), "codec_ssl"),))
     with streamer_of(model) as streamer:
         chunks, result = asyncio.run(collect(streamer.stream(empty, config, seed=1)))
     assert (chunks, result.outcome) == ([], REFUSED)

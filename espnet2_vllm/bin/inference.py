@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from ..plan import LONG_AUDIO
 from .options import (
+    ESPNET,
     SEED_HELP,
     add,
     add_decoding_options,
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..io.dataset_json import open_datasets
 
     specifiers = _specifiers(args)
+    if args.backend == ESPNET:
+        return _run_espnet(args, given, open_datasets(specifiers))
     if args.rank > args.world_size:
         raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
     config = load_decoding(args.inference_config, "bagpiper")
@@ -111,6 +114,33 @@ def _specifiers(args: argparse.Namespace) -> list[Specifier]:
     if (registered is None) == (unregistered is None):
         raise ConfigError("give exactly one of --test-registered-specifier and --test-unregistered-specifier")
     return parse_specifiers(registered or unregistered or "", registered=registered is not None)
+
+
+def _run_espnet(args: argparse.Namespace, given: frozenset[str], datasets: Sequence[Dataset]) -> int:
+    """Has ESPnet decode the sets, with the options of this command line that are its own; the exit code."""
+    from ..backends.espnet import espnet_command, run_espnet
+    from ..io.json_lines import read_json
+
+    parts = range((args.rank - 1) * args.num_workers, args.rank * args.num_workers)
+    expected = {
+        f"{dataset.specifier.name}: {uid}"
+        for dataset in datasets
+        for rank in parts
+        for uid in dataset.share(rank, args.world_size * args.num_workers)
+    }
+
+    def found() -> set[str]:
+        keys = set()
+        for dataset in datasets:
+            # Revisions differ in the name of the folder: task and name, or the specifier with its colons replaced.
+            names = (dataset.directory_name, dataset.specifier.text.replace(":", "_"))
+            for name in names:
+                for path in (args.output_dir / name.lstrip("/")).glob("inference_rank*/results.json"):
+                    keys |= {f"{dataset.specifier.name}: {uid}" for uid in read_json(path)}
+        return keys & expected
+
+    command = espnet_command("espnet2.speechlm.bin.inference", get_parser(), args, given)
+    return run_espnet(command, sorted(expected), found)
 
 
 def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> Speech | None:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
 BACKENDS = ("vllm", "pytorch")
+ESPNET = "espnet"  # no engine: another program
 # Options of their own for the settings of vLLM that people change most; the rest goes through --engine_option.
 _ENGINE_OPTIONS = ("max_num_seqs", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 _NOT_GIVEN = object()
@@ -80,7 +81,9 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
         add(group, name.replace("_", style), **settings)
 
     group = parser.add_argument_group("backend")
-    option("backend", choices=BACKENDS, default="vllm", help="What runs the model")
+    backends = (*BACKENDS, ESPNET)
+    option("backend", choices=backends, default="vllm", help="What runs the model; espnet is ESPnet's own decoder")
+    option("espnet_python", help="espnet: its Python (default: the variable ESPNET_PYTHON, or this Python)")
     option(
         "vocab_order",
         choices=("name", "yaml"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from .options import (
+    ESPNET,
     SEED_HELP,
     add,
     add_decoding_options,
@@ -24,7 +25,7 @@ from .options import (
     run_command,
     seed,
 )
-from .speechlm_inference_chat import DTYPES, data_path, decode_set, load_speech, take_over
+from .speechlm_inference_chat import DTYPES, data_path, decode_set, load_speech, run_espnet_on, take_over
 
 if TYPE_CHECKING:
     from ..decoding import DecodingConfig
@@ -141,6 +142,8 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..io.data_json import open_data_json
     from ..io.results_opuslm import LegacyWriter
 
+    if args.backend == ESPNET:
+        return run_espnet_on("espnet2.bin.speechlm_inference", get_parser(), args, given)
     config = _settings(args, given)
     data = open_data_json(data_path(args.data_path_and_name_and_type))
     if data.task.chat:

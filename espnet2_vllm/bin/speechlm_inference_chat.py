@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, DataError
 from .options import (
+    ESPNET,
     SEED_HELP,
     add,
     add_decoding_options,
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..checkpoint import ensure_converted
     from ..io.data_json import open_data_json
 
+    if args.backend == ESPNET:
+        return run_espnet_on("espnet2.bin.speechlm_inference_chat", get_parser(), args, given)
     config = _settings(args, given)
     data = open_data_json(data_path(args.data_path_and_name_and_type))
     nbest = args.nbest or 1
@@ -99,6 +102,30 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     if args.backend == "pytorch":
         options["device"] = device
     return decode_set(args, config, checkpoint, data, speech, options, nbest)
+
+
+def run_espnet_on(module: str, parser: argparse.ArgumentParser, args: argparse.Namespace, given: frozenset[str]) -> int:
+    """Has ESPnet decode the set, with the options of this command line that are its own; the exit code."""
+    from ..backends.espnet import espnet_command, keys_of_entry, run_espnet
+    from ..io.data_json import open_data_json
+    from ..io.results_opuslm import DIALOGUE
+    from ..reports.trees import read_turns
+
+    triplets = args.data_path_and_name_and_type
+    for name, value in (("output_dir", args.output_dir), ("data_path_and_name_and_type", triplets)):
+        if not value:
+            raise ConfigError(f"--{name} is missing")
+    data = open_data_json(data_path(triplets[0] if isinstance(triplets, list) else triplets))
+
+    def found() -> set[str]:
+        if data.task.chat:
+            path = args.output_dir / DIALOGUE / f"{DIALOGUE}.json"
+            return {name.rpartition("/")[0] for name, _ in read_turns(path)} if path.is_file() else set()
+        names = [entry.name for entry in data.task.targets]
+        written = [{key.rpartition("_sample")[0] for key in keys_of_entry(args.output_dir / n / n)} for n in names]
+        return set.intersection(*written)
+
+    return run_espnet(espnet_command(module, parser, args, given), data.keys, found)
 
 
 def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig:

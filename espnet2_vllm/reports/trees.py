@@ -71,7 +71,7 @@ def read_tree(root: Path) -> dict[str, Item]:
     for path in _files(root, "results.json"):
         items.update(_messages(root, path))
     for path in _files(root, "dialogue.json"):
-        items.update(_turns(root, path))
+        items.update(read_turns(path))
     for path in _entries(root):
         items.update(_lines(root, path))
     if not items:
@@ -113,7 +113,8 @@ def _lines(root: Path, path: Path) -> Iterator[tuple[str, Item]]:
         yield f"{path.name}/{key}", item
 
 
-def _turns(root: Path, path: Path) -> Iterator[tuple[str, Item]]:
+def read_turns(path: Path) -> Iterator[tuple[str, Item]]:
+    """Turns of a ``dialogue.json``, by ``key/turn``."""
     scp = path.with_name("dialogue_token.scp")
     ids = read_keyed(scp) if scp.is_file() else {}
     for record in (record for records in _load(path) for record in records):

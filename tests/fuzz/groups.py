@@ -29,4 +29,4 @@ def model_groups(names: Sequence[str] | None, runner: str, device: str) -> list[
     together = [name for name in chosen if name not in APART]
     apart = [[name] for name in chosen if name in APART]
     # Others have five processes for each of theirs.
-    return [*[together] * (5 if apart else 1), *apart] if together else apart
+    return [together, *apart, *[together] * (4 if apart else 0)] if together else apart

@@ -1,4 +1,8 @@
-"""The ledger: one JSON line a run. It tells how many worlds were played, where, and what failed."""
+"""The ledger: one JSON line a run. It tells how many worlds were played, where, and what failed.
+
+A failure is a world that did not come out as it must; once its cause is gone, its entry is given ``test``, the name of the test
+that holds it.
+"""
 
 import importlib.metadata
 import json
@@ -41,19 +45,23 @@ def next_seed(runs: Iterable[Mapping[str, Any]], runner: str, device: str, small
 
 
 def totals(runs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Counter]:
-    """Counts by runner and device; ``failures`` among them."""
+    """Counts by runner and device; ``failures`` among them, and ``open`` ones, which no test holds yet."""
     found: dict[tuple[str, str], Counter] = {}
     for run in runs:
         counts = found.setdefault((run["runner"], run["device"]), Counter())
-        counts.update({key: run[key] for key in COUNTED} | {"failures": len(run["failures"])})
+        found_here = [failure.get("test") for failure in run["failures"]]
+        counts.update(
+            {key: run[key] for key in COUNTED} | {"failures": len(found_here), "open": found_here.count(None)}
+        )
     return found
 
 
 def table(runs: Iterable[Mapping[str, Any]]) -> str:
     """Markdown, as the README has it."""
-    lines = ["| runner | device | " + " | ".join((*COUNTED, "failures")) + " |", "|---" * (len(COUNTED) + 3) + "|"]
+    columns = (*COUNTED, "failures", "open")
+    lines = ["| runner | device | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for (runner, device), counts in sorted(totals(runs).items()):
-        cells = [f"{counts[key]:,}" for key in (*COUNTED, "failures")]
+        cells = [f"{counts[key]:,}" for key in columns]
         lines.append(f"| {runner.upper()} | {device} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

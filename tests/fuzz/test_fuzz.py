@@ -33,8 +33,8 @@ def fuzz(*options):
 # -- worlds ------------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_worlds_on_v1():
-    out = fuzz("--small", "--seeds", SEED, SEED + 79, "--shrink", 30)
-    assert out.count(": equal, ") == 80
+    out = fuzz("--small", "--seeds", SEED, SEED + 59, "--shrink", 30)
+    assert out.count(": equal, ") == 60
     played = {name for name in NAMES if f"({name}, " in out}
     settings = {name for name in SETTINGS if f", {name}): " in out}
     assert len(played) > 3 and len(settings) > 3, "too few models or settings"
@@ -44,7 +44,7 @@ def test_worlds_on_v1():
 
 @pytest.mark.slow
 def test_worlds_on_v1_in_a_model_of_its_own_process():
-    fuzz("--small", "--seeds", SEED, SEED + 14, "--models", "tiny-olmo2", "--shrink", 30)
+    fuzz("--small", "--seeds", SEED, SEED + 9, "--models", "tiny-olmo2", "--shrink", 30)
 
 
 @pytest.mark.slow
@@ -156,9 +156,16 @@ def test_the_readme_tells_what_the_ledger_has():
     text = (REPO / "README.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (V[12]) \| (cpu|cuda) \| ([\d,]+) \|", text, flags=re.MULTILINE)
     totals = ledger.totals(ledger.read())
-    assert {(runner.lower(), device) for runner, device, _ in told} == set(totals)
+    assert {("V1", "cpu"), ("V2", "cpu")} <= {(runner, device) for runner, device, _ in told}
     for runner, device, worlds in told:
         assert int(worlds.replace(",", "")) <= totals[runner.lower(), device]["worlds"], (runner, device)
+
+
+def test_every_failure_of_the_ledger_has_become_a_test():
+    for one in ledger.read():
+        for failure in one["failures"]:
+            path, _, name = failure["test"].partition("::")
+            assert f"def {name}(" in (REPO / path).read_text(encoding="utf-8"), failure["test"]
 
 
 def test_no_two_runs_of_the_ledger_played_the_same_seeds():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 PREFIX = "audio_tower."
-_REMEMBERED = 2**28  # bytes of vectors that are kept, so that a clip that comes again has the very same
+_REMEMBERED = 2**28  # bytes of vectors that stay on the device, so that a clip that comes again has the very same
 
 
 class AudioTower:
@@ -80,30 +80,34 @@ class AudioTower:
                     todo.setdefault(width, {})[name] = name.wav
         made: dict[_Clip, torch.Tensor] = {}
         for width, clips in todo.items():
-            features = self._log_mel(list(clips.values()))
-            made.update(zip(clips, self.encode_features(features, width), strict=True))
-        vectors = [[made[name] if name in made else self._known[name] for name in clips] for clips in names]
-        self._remember(made)
-        return vectors
+            vectors, rows = self._vectors(self._log_mel(list(clips.values())), width)
+            made.update(zip(clips, _to_host(vectors).split(rows), strict=True))
+            self._known.update(zip(clips, vectors.split(rows), strict=True))
+        found = [[made[name] if name in made else _to_host(self._known[name]) for name in clips] for clips in names]
+        self._forget()
+        return found
 
-    def _remember(self, made: dict[_Clip, torch.Tensor]) -> None:
-        self._known.update(made)
+    def _forget(self) -> None:
+        """Drops what was encoded first, until the rest is no larger than it may be."""
         size = sum(vectors.nbytes for vectors in self._known.values())
-        while size > _REMEMBERED and self._known:
+        while size > _REMEMBERED:
             size -= self._known.popitem(last=False)[1].nbytes
 
-    @torch.inference_mode()
     def encode_features(self, features: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
         """[frames, bins] each -> [rows, H] each, every chunk padded to ``width`` frames."""
+        vectors, rows = self._vectors(features, width)
+        return list(_to_host(vectors).split(rows))
+
+    @torch.inference_mode()
+    def _vectors(self, features: Sequence[torch.Tensor], width: int) -> tuple[torch.Tensor, list[int]]:
+        """All vectors on the device, and the rows of each clip."""
         rows = [self.listening.rows_of_frames(len(mel)) for mel in features]
         # torch would convolve float32 in TF32, whose ten bits of mantissa are too few.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             hidden = self._hear(features, width)
         vectors = linear(self._project(hidden), *self._adaptor)
         assert len(vectors) == sum(rows), f"the tower gave {len(vectors)} rows for {rows}"
-        # Pinned memory comes from torch's own pool; fresh pages would take longer than the copy.
-        found = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=vectors.is_cuda)
-        return list(found.copy_(vectors).split(rows))
+        return vectors, rows
 
     def _hear(self, features: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         """The layers' output of all clips, [rows, d_model]."""
@@ -142,6 +146,11 @@ class AudioTower:
         """What ESPnet calls the encoder's output, [rows, output_dim]."""
         tower = self._tower
         return tower.proj2(tower.act(tower.proj1(tower.ln_post(hidden))))
+
+
+def _to_host(vectors: torch.Tensor) -> torch.Tensor:
+    # Pinned memory comes from torch's own pool; fresh pages would take longer than the copy.
+    return torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=vectors.is_cuda).copy_(vectors)
 
 
 class _Clip:

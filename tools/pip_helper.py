@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import requires
 
 from pip._vendor.packaging.requirements import Requirement
@@ -19,13 +20,13 @@ SOURCE_OPTIONS = {
 }
 
 
-def engine_requirements(distribution: str) -> list[str]:
-    """Requirements of an installed ``distribution`` that hold on this machine, without those of ``INSTALLED_BEFORE``."""
-    kept = []
+def engine_requirements(distribution: str, left_out: Iterable[str] = ()) -> list[str]:
+    """Requirements of an installed ``distribution`` that hold on this machine, without ``INSTALLED_BEFORE`` and ``left_out``."""
+    kept, left_out = [], INSTALLED_BEFORE.union(left_out)
     for line in requires(distribution) or []:
         requirement = Requirement(line)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and canonicalize_name(requirement.name) not in INSTALLED_BEFORE:
+        if applies and canonicalize_name(requirement.name) not in left_out:
             requirement.marker = None
             kept.append(str(requirement))
     return kept
@@ -43,8 +44,8 @@ def source_settings(config_list: str) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) == 2 and argv[0] == "requirements":
-        print("\n".join(engine_requirements(argv[1])))
+    if len(argv) >= 2 and argv[0] == "requirements":
+        print("\n".join(engine_requirements(argv[1], argv[2:])))
         return 0
     if argv == ["sources"]:
         command = [sys.executable, "-m", "pip", "config", "list"]
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
         for name, value in source_settings(listed).items():
             print(f"{name}={value}")
         return 0
-    print("usage: pip_helper.py requirements DISTRIBUTION | pip_helper.py sources", file=sys.stderr)
+    print("usage: pip_helper.py requirements DISTRIBUTION [LEFT_OUT...] | pip_helper.py sources", file=sys.stderr)
     return 2
 
 

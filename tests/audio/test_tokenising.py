@@ -14,6 +14,7 @@ import torch
 import yaml
 from conftest import REPO, golden_files
 
+from espnet2_vllm import SpeechLM
 from espnet2_vllm.audio.tokenising import SpeechTokeniser
 from espnet2_vllm.audio.units import SpeechUnits, UnitsDescription
 from espnet2_vllm.bin import tokenize_audio
@@ -161,3 +162,21 @@ def test_command_line(tmp_path, files, opuslm, tokeniser, caplog):
     assert (tmp_path / "out" / "text").read_text(encoding="utf-8") == "a words\n"
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "1 recordings resampled from 8000 to 16000 Hz" in said and "none.wav: no such file" in said
+
+
+def test_opuslm_hears_recordings_from_python(tmp_path, files, opuslm, tokeniser, monkeypatch):
+    monkeypatch.chdir(opuslm)  # the codec is named from here
+    soundfile.write(tmp_path / "a.wav", noise(16000), 16000, subtype="FLOAT")
+    (codes,) = tokeniser([(noise(16000), 16000)])
+    decoding = yaml.safe_load((opuslm / "decode_default.yaml").read_text(encoding="utf-8"))
+    decoding = {"text_bpe": {**decoding["text_bpe"], "maxlen": 20}, "codec_ssl": decoding["codec_ssl"]}
+    with SpeechLM.from_pretrained(opuslm, backend="pytorch", units=files) as model:
+        answers = [
+            model.generate([["user", "audio", content]], decoding)
+            for content in (str(tmp_path / "a.wav"), (noise(16000), 16000), codes)
+        ]
+    assert len({answer.text for answer in answers}) == 1
+    rows = [answer.result.utterance.parts[0].rows for answer in answers]
+    assert all(np.array_equal(rows[0], other) for other in rows[1:])
+    with SpeechLM.from_pretrained(opuslm, backend="pytorch") as model, pytest.raises(DataError, match="tokenize_audio"):
+        model.generate([["user", "audio", (noise(16000), 16000)]], decoding)

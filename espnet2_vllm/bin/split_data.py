@@ -14,6 +14,7 @@ from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.kaldi import locate
 from espnet2_vllm.io.keyed import read_keyed, write_keyed
+from espnet2_vllm.io.specifiers import parse_specifiers
 
 SPEAKER_ENTRY = "utt2spk"
 
@@ -132,7 +133,9 @@ def _list_of_strings(path: Path, description: Mapping, key: str) -> list[str]:
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="split_data", description=__doc__)
-    parser.add_argument("--data-json", "--json_files", type=Path, required=True, metavar="FILE", dest="data_json")
+    parser.add_argument("--data-json", "--json_files", type=Path, metavar="FILE", dest="data_json")
+    registered = "print task:name:path of these specifiers of ESPNET_DATASET_REGISTRY, and write nothing"
+    parser.add_argument("--registered", metavar="SPECIFIERS", help=registered)
     parser.add_argument("--nj", type=int, default=1, help="parts wanted; fewer are made if there is less to share")
     parser.add_argument("--output-dir", "--output_dir", type=Path, help="where split<N>/<job>/ is made")
     parser.add_argument(
@@ -145,6 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the number of parts that were made. Exit code 1 for data, 2 for options that cannot be used."""
     args = get_parser().parse_args(argv)
     try:
+        if args.registered is not None:
+            found = parse_specifiers(args.registered, registered=True)
+            print(" ".join(f"{specifier.task}:{specifier.name}:{specifier.path}" for specifier in found))
+            return 0
+        if args.data_json is None:
+            raise ConfigError("--data-json is needed")
         if args.show:
             description = read_json(args.data_json)
             show = task_of if args.show == "task" else lambda *given: len(utterances_of(*given))

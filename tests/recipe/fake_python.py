@@ -35,11 +35,20 @@ def chat(options):
     return int(len(keys) < len(data["examples"]))
 
 
+def _specifiers(options):
+    if "--test-unregistered-specifier" in options:
+        return options["--test-unregistered-specifier"].split()
+    from espnet2_vllm.io.specifiers import parse_specifiers
+
+    found = parse_specifiers(options["--test-registered-specifier"], registered=True)
+    return [f"{specifier.task}:{specifier.name}:{specifier.path}" for specifier in found]
+
+
 def inference(options):
     rank, world = int(options["--rank"]) - 1, int(options["--world-size"])
     lost = False
-    for specifier in options["--test-unregistered-specifier"].split():
-        task, name, path = specifier.split(":")
+    for specifier in _specifiers(options):
+        task, name, path = specifier.split(":")[:3]
         ids = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["samples"][rank::world]
         kept = [utt for utt in ids if utt != os.environ.get("FAKE_LOSE")]
         folder = pathlib.Path(options["--output-dir"]) / f"{task}_{name}" / f"inference_rank{rank}"

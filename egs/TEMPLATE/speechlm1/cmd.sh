@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # How jobs are started. Change `cmd_backend` to use a cluster; its script (queue.pl, slurm.pl, pbs.pl, ssh.pl) is that
 # of the ESPnet tree, which ESPNET_ROOT (or MAIN_ROOT) names or in which this recipe lies, with its settings in conf/.
 #   ${decode_cmd} --gpu 1 JOB=1:4 LOG.JOB.log COMMAND --option JOB

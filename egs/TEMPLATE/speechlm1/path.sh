@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # To be sourced from a recipe's directory: the environment that tools/setup.sh made, and what every recipe assumes.
 
 ESPNET2_VLLM_ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../../.." && pwd -P)

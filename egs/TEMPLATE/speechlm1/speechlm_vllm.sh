@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # The data, decoding and scoring stages of ESPnet's speechlm.sh, with espnet2_vllm as the decoder.
+# Many options are only taken so that recipes of speechlm.sh run unchanged:
+# shellcheck disable=SC2034
 set -euo pipefail
 
 log() {
@@ -46,7 +48,7 @@ speechlm_exp=        # Experiment directory; empty: ${expdir}/speechlm_${tag}.
 inference_model=     # Checkpoint in it; default valid.acc.ave.pth (bagpiper: mp_rank_00_model_states.pt).
 
 # Decoding
-backend=vllm         # vllm or pytorch.
+backend=vllm         # vllm, pytorch, or espnet: ESPnet's own decoder.
 inference_config=    # Decoding yaml.
 inference_args=      # More options for the decoder; they win over the others.
 inference_tag=       # Suffix of the result directory.
@@ -90,7 +92,7 @@ Model
   --inference_model       valid.acc.ave.pth; bagpiper: mp_rank_00_model_states.pt
   --train_config          bagpiper: default <speechlm_exp>/train.yaml
 Decoding
-  --backend ${backend}          vllm or pytorch
+  --backend ${backend}          vllm, pytorch, or espnet: ESPnet's own decoder, with the Python that ESPNET_PYTHON names
   --inference_config, --inference_args "--option value ...", --nbest ${nbest}
   --inference_tag, --inference_dir      result directory, named by ESPnet's rules if not given
   --inference_nj          jobs; default with vllm: one a GPU, or one, as an engine batches by itself; with pytorch: 32
@@ -142,7 +144,8 @@ needed() { [ -n "$2" ] || die 2 "--$1 is needed for $3"; }
 readable() { [ -r "$2" ] || die 1 "--$1: no such file: $2 (working directory: ${PWD})"; }
 
 one_of family "${family}" opuslm bagpiper
-one_of backend "${backend}" vllm pytorch
+one_of backend "${backend}" vllm pytorch espnet
+[ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
 
@@ -248,13 +251,26 @@ choose_resources() { # sets _cmd, _ngpu and _nj_wanted
         _cmd=${decode_cmd:?cmd.sh must set decode_cmd} _ngpu=0
     fi
     if [ -n "${inference_nj}" ]; then
-        positive inference_nj "${inference_nj}"
         _nj_wanted=${inference_nj}
     elif [ "${backend}" = vllm ]; then
         _nj_wanted=1
         if "${gpu_inference}" && [ "${gpus}" -ge "${ngpu}" ]; then _nj_wanted=$((gpus / ngpu)); fi
     else
         _nj_wanted=32
+    fi
+}
+
+hint() { # hint JOBS: what a number of jobs means for vllm
+    local gpus
+    [ "${backend}" = vllm ] || return 0
+    if [ "$1" -eq 1 ]; then
+        log "One engine batches all utterances by itself"
+    elif [[ ${_cmd} =~ (^|/)run\.(py|pl)( |$) ]]; then
+        gpus=$(has_gpu)
+        if ! "${gpu_inference}" || [ "$1" -gt $((gpus / ngpu)) ]; then
+            log "Hint: $1 jobs are $1 engines on this machine, which has ${gpus} GPUs; with --inference_nj 1 one engine batches" \
+                "all utterances, which is faster than jobs that share a device"
+        fi
     fi
 }
 
@@ -286,6 +302,7 @@ decode_opuslm() { # decode_opuslm DATA-JSON
     mkdir -p "${logdir}" || return 1
     jobs=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --nj "${_nj_wanted}" \
         --output-dir "${logdir}") || return 1
+    hint "${jobs}"
     log "Decoding ${json} as ${task_name} with ${jobs} jobs, log: '${logdir}/speechlm_inference.*.log'"
     # Logs of an earlier run with more jobs would look like this one's.
     rm -f "${logdir}"/speechlm_inference.*.log
@@ -318,7 +335,7 @@ specifier_of() { # specifier_of DATASET-JSON: task:name:path
 
 decode_bagpiper() {
     local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier
-    local json specifier logdir total=0 count jobs job failed=false
+    local json specifier resolved logdir total=0 count jobs job failed=false
     if [ -n "${test_registered_specifier}" ]; then
         [ -z "${specifiers}" ] || die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
         specifiers=${test_registered_specifier} kind=--test-registered-specifier
@@ -330,18 +347,19 @@ decode_bagpiper() {
             specifiers+="${specifiers:+ }$(specifier_of "${json}")"
         done
     fi
+    resolved=${specifiers}
     if [ "${kind}" = --test-registered-specifier ]; then
-        jobs=${_nj_wanted}
-    else
-        for specifier in ${specifiers}; do
-            IFS=: read -r _ _ json _ <<<"${specifier}"
-            readable test_jsons "${json}"
-            count=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show size)
-            total=$((total + count))
-        done
-        jobs=$(min "${_nj_wanted}" "${total}")
-        [ "${jobs}" -eq "${_nj_wanted}" ] || log "${_nj_wanted} jobs asked for, ${total} utterances to share: ${jobs} jobs"
+        resolved=$("${python}" -m espnet2_vllm.bin.split_data --registered "${specifiers}")
     fi
+    for specifier in ${resolved}; do
+        IFS=: read -r _ _ json _ <<<"${specifier}"
+        readable test_jsons "${json}"
+        count=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show size)
+        total=$((total + count))
+    done
+    jobs=$(min "${_nj_wanted}" "${total}")
+    [ "${jobs}" -eq "${_nj_wanted}" ] || log "${_nj_wanted} jobs asked for, ${total} utterances to share: ${jobs} jobs"
+    hint "${jobs}"
     logdir=${result_root}/logs${task:+/${task}}
     mkdir -p "${logdir}"
     rm -f "${logdir}"/inference.*.log
@@ -360,16 +378,14 @@ decode_bagpiper() {
         --backend "${backend}" \
         ${inference_args} || failed=true
     if "${failed}"; then show_failed_logs "${logdir}"/inference.*.log; fi
-    if [ "${kind}" = --test-unregistered-specifier ]; then
-        for specifier in ${specifiers}; do
-            local task_name name dir outputs=()
-            IFS=: read -r task_name name json _ <<<"${specifier}"
-            dir=${result_root}/${task_name}_${name}
-            for job in $(seq "${jobs}"); do outputs+=("${dir}/inference_rank$((job - 1))"); done
-            merge "${dir}" "${json}" "${outputs[@]}" || failed=true
-            log "Results: ${dir}/"
-        done
-    fi
+    for specifier in ${resolved}; do
+        local task_name name dir outputs=()
+        IFS=: read -r task_name name json _ <<<"${specifier}"
+        dir=${result_root}/${task_name}_${name}
+        for job in $(seq "${jobs}"); do outputs+=("${dir}/inference_rank$((job - 1))"); done
+        merge "${dir}" "${json}" "${outputs[@]}" || failed=true
+        log "Results: ${dir}/"
+    done
     if "${failed}"; then
         log "Decoding FAILED, see above and ${logdir}/"
         return 1

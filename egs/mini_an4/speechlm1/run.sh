@@ -17,6 +17,7 @@ expdir=exp            # Where checkpoints and results go.
 golden_root=../../../tests/golden # Where the tiny checkpoints lie.
 python=python3        # The Python that has espnet2_vllm.
 
+# shellcheck disable=SC2034  # parse_options.sh prints it
 help_message=$(cat <<EOF
 Usage: ./run.sh [--stage ${stage}] [--stop_stage ${stop_stage}] [--runs "${runs}"]
   [--test_sets ${test_sets}] [--backend ${backend}] [--inference_nj ${inference_nj}] [--nbest ${nbest}]
@@ -27,6 +28,7 @@ EOF
 )
 . utils/parse_options.sh
 [ $# -eq 0 ] || { echo "$0: no positional arguments are taken, got '$*' (--help)" 1>&2; exit 2; }
+[[ ${inference_nj} =~ ^[1-9][0-9]*$ ]] || { echo "$0: --inference_nj '${inference_nj}': expected a number of at least 1" 1>&2; exit 2; }
 . ./path.sh
 
 copy_checkpoint() { # copy_checkpoint SOURCE TARGET FILE...

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # To be sourced: sets variables from the command line, by Kaldi's rules.
 #   --some-name VALUE     sets some_name, which must have been set before
 #   --config FILE         is sourced first, so that other options win over it

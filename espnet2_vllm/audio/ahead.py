@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpeechLMError
+from ..errors import EngineError, SpeechLMError
 from ..plan import LATER, Given, Utterance
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def encoded(items: Iterable[Item], make_tower: Callable[[], AudioTower], *, toge
     """``items`` in their order, continuous rows with their vectors. What has none passes as it is.
 
     While a batch is being encoded ``plan.LATER`` is given, so that whoever waits for the next utterance can do something else.
-    An utterance whose batch fails becomes (key, error).
+    An utterance whose batch fails becomes (key, error); one that there is no memory for, whoever is beside it.
 
     Args:
         make_tower: called once, when the first sound comes.
@@ -85,6 +85,14 @@ class _Encoder:
             return encode_batch(batch, self._tower)
         except SpeechLMError as error:
             return [(item.key, error) if _sounds(item) else item for item in batch]
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            if len(batch) > 1:
+                half = len(batch) // 2
+                return [*self(batch[:half]), *self(batch[half:])]
+            reason = f"{batch[0].key}: no memory left on the device to encode its audio; lower gpu_memory_utilization"
+            return [(batch[0].key, EngineError(reason))]
 
 
 def encode_batch(batch: Sequence[Item], tower: AudioTower) -> list[Item]:

@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import pytest
 import torch
 
 from espnet2_vllm.audio.ahead import encoded
@@ -82,6 +83,27 @@ def test_a_tower_that_cannot_be_had_refuses_what_needs_it():
     assert [(f[0], str(f[1])) if isinstance(f, tuple) else f.key for f in found] == [
         ("a", "no encoder"), "b", ("c", "no encoder")
     ]  # fmt: skip
+
+
+def test_for_want_of_memory_fewer_are_encoded_together():
+    class Small(Tower):
+        def encode(self, prompts):
+            if sum(len(wav) for clips in prompts for wav in clips) > 100:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return super().encode(prompts)
+
+    tower = Small()
+    found = drain(encoded([utterance(str(i), n) for i, n in enumerate((40, 50, 500, 60, 30, 99))], lambda: tower))
+    assert [item[0] if isinstance(item, tuple) else item.key for item in found] == list("012345")
+    assert isinstance(found[2], tuple) and "lower gpu_memory_utilization" in str(found[2][1])
+    assert sum(tower.batches) == 5
+
+    class Broken(Tower):
+        def encode(self, prompts):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        drain(encoded([utterance("a", 10)], Broken))
 
 
 def test_leaving_early_leaves_no_thread():

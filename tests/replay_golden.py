@@ -32,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("cases_dir", type=pathlib.Path, help="a folder of <case>.json and <case>.npz")
     result.add_argument("--backend", choices=BACKENDS, default="vllm")
     result.add_argument("--logits", action="store_true", help="compare raw logits too (tolerance 1e-3)")
+    result.add_argument(
+        "--stream", action="store_true", help="decode by streaming; what is heard must be the codec's whole decode"
+    )
     result.add_argument("--only", metavar="PATTERN", default="*", help="cases whose name matches or holds PATTERN")
     result.add_argument("--dtype", choices=DTYPES, default="float32")
     result.add_argument(
@@ -74,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
     if not paths:
         raise ConfigError(f"{args.cases_dir}: no case (<name>.json with <name>.npz) matches {args.only!r}")
     options = engine_options(args.engine_option)
+    if args.stream:
+        if args.logits:
+            raise ConfigError("--stream and --logits: rows that are streamed come without logits")
+        from streamed import StreamedModel as Model
     model = Model(args.model_dir, args.backend, compare_logits=args.logits, dtype=args.dtype, **options)
     verdicts = []
     try:
@@ -83,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         model.engine.close()
     print(summary(verdicts))
+    if args.stream:
+        print(f"{model.heard} audio segments were heard as they came")
     return int(any(v.verdict == DIFFERS for v in verdicts))
 
 

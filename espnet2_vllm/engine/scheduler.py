@@ -11,7 +11,7 @@ import numpy as np
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from ..errors import EngineError
 from ..protocol import AUDIO, replay
@@ -212,11 +212,12 @@ class SpeechScheduler(AsyncScheduler):
         positions, rows = [], []
         for request_id in scheduler_output.num_scheduled_tokens:
             request, row = self.requests.get(request_id), index[request_id]
-            if request is None or not sampled[row] or request.is_finished() or is_stale(request):
+            if request is None or not sampled[row]:
                 continue
-            self.history.open(request_id)
+            if request.status is not RequestStatus.RUNNING and request.is_finished() or is_stale(request):
+                continue
             requests[request_id] = request
-            positions.append(request.num_tokens)
+            positions.append(len(request._all_token_ids))
             rows.append(row)
         if rows:
             codes = logprobs.logprob_token_ids[rows, 1:]

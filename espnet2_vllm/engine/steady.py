@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request, RequestStatus
 
-from .blocks import QuietBlocks
+from .blocks import MARGIN, QuietBlocks
 
 
 class SteadyRows:
@@ -52,34 +52,38 @@ class SteadyRows:
             requests: ordinary ones that got a row in it, and the ids that they got.
         """
         scheduled = dict(scheduler_output.num_scheduled_tokens)
+        hashed, size = self._hashed, self._blocks.block_size
+        # One loop without calls: it runs for every row of a step.
         for request, tokens in requests:
-            if self._is_steady(request, tokens):
-                self._append(request, tokens[0], scheduled.pop(request.request_id))
+            if not self.is_steady(request, tokens):
+                continue
+            request.num_in_flight_tokens -= scheduled.pop(request.request_id)
+            request._output_token_ids.append(tokens[0])
+            rows = request._all_token_ids
+            rows.append(tokens[0])
+            if not len(rows) % hashed:
+                request.update_block_hashes()
+            request.num_output_placeholders = due = request.num_output_placeholders - 1
+            assert due >= 0, f"{request.request_id}: {due} rows due"
+            computed = request.num_computed_tokens - due
+            if computed % size < MARGIN or request.is_prefill_chunk:  # else nothing is to be cached
+                self._blocks.cache_blocks(request, computed)
         rest = copy.copy(scheduler_output)
         rest.num_scheduled_tokens = scheduled
         return rest
 
-    def _is_steady(self, request: Request, tokens: list[int]) -> bool:
+    def is_steady(self, request: Request, tokens: list[int]) -> bool:
+        """Whether nothing would come of this row but a longer request."""
         length = len(request._all_token_ids) + 1
         return (
-            request.prefill_stats is None  # its first output is out
+            length < self._longest
+            and tokens[0] != self._stop
+            and request.prefill_stats is None  # its first output is out
+            and length < request.num_prompt_tokens + request.max_tokens
             and request.status is RequestStatus.RUNNING
             and len(tokens) == 1
-            and tokens[0] != self._stop
-            and length < self._longest
-            and length < request.num_prompt_tokens + request.max_tokens
             and not request.events
         )
-
-    def _append(self, request: Request, token: int, scheduled: int) -> None:
-        request.num_in_flight_tokens -= scheduled
-        request._output_token_ids.append(token)
-        request._all_token_ids.append(token)
-        if not len(request._all_token_ids) % self._hashed:
-            request.update_block_hashes()
-        request.num_output_placeholders -= 1
-        assert request.num_output_placeholders >= 0, f"{request.request_id}: {request.num_output_placeholders} rows due"
-        self._blocks.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
 
 
 def cached_request_data(

@@ -159,8 +159,8 @@ def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingC
             raise ConfigError(f"--{name} is missing")
     if args.ngpu > 1:
         raise ConfigError(
-            f"--ngpu {args.ngpu}: ESPnet decodes on one GPU a process; for several GPUs give the engine its own option, "
-            "--engine_option tensor_parallel_size=N"
+            f"--ngpu {args.ngpu}: one process decodes on one GPU, as in ESPnet; for several GPUs split the set and start a process "
+            "for each part (espnet2-vllm split-data; inference_nj in the recipe)"
         )
     for name in _SHAPES_FILES:
         if getattr(args, name) > 1:
@@ -238,6 +238,7 @@ def decode_set(
     from ..backends import make_engine
     from ..io.journal import Journal
     from ..io.results_opuslm import ChatWriter, TaskWriter
+    from ..io.vocabularies import check_vocabularies
     from ..prompt.opuslm import Facts
     from ..text import TextTokenizer
     from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report, run_job
@@ -245,6 +246,7 @@ def decode_set(
 
     args.seed = drawn_seed(args.seed, args.resume, [args.output_dir])
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    check_vocabularies(data.vocabularies, checkpoint.layout, tokenizer)
     options = prepare_speech(speech, args, options)
     settings = journal_settings(
         config,

@@ -132,6 +132,7 @@ class DataJson:
     task: Task
     examples: tuple[str, ...]
     sources: Mapping[str, Source]
+    vocabularies: tuple[Path, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -169,7 +170,9 @@ def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
             )
     examples = distinct_ids(data["examples"], f"{path}: examples")
     task = find_task(data["task"], str(path))
-    return DataJson(path, task, examples, _sources(path, task, data["data_files"], base_dir or path.parent))
+    sources = _sources(path, task, data["data_files"], base_dir or path.parent)
+    listed = data.get("vocabularies") or []
+    return DataJson(path, task, examples, sources, tuple(Path(name) for name in listed if isinstance(name, str)))
 
 
 def _sources(path: Path, task: Task, triplets: Iterable[Any], base_dir: Path) -> dict[str, Source]:

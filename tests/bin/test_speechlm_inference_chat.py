@@ -170,7 +170,7 @@ def test_nbest_in_a_dialogue_is_refused(model, decode, tmp_path, caplog):
         (["--engine_option", "max_num_seqs=2", "--max_num_seqs", 3], ["max_num_seqs", "twice"]),
         (["--max_num_seqs", 3], ["max_num_seqs", "pytorch"]),
         (["--device", "cuda:77"], ["--device cuda:77"]),
-        (["--ngpu", 2], ["--ngpu 2", "tensor_parallel_size"]),
+        (["--ngpu", 2], ["--ngpu 2", "split-data"]),
     ],
 )
 def test_options_that_do_not_fit(model, decode, tmp_path, caplog, more, parts):

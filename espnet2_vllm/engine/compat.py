@@ -128,8 +128,20 @@ def sampler_output(**fields: Any) -> Any:
 
 
 def is_stale(request: Any) -> bool:
-    """Whether vLLM will drop this request's next row, because it was reset while the row was in flight."""
-    return bool(getattr(request, "async_tokens_to_discard", 0) or getattr(request, "num_stale_output_tokens", 0))
+    """Whether vLLM will drop this request's next row, because it was reset while the row was in flight.
+
+    From 0.28 on what was in flight at a preemption still arrives, unless the reset says otherwise.
+    """
+    if not hasattr(request, "num_stale_output_tokens"):
+        return request.async_tokens_to_discard > 0
+    return request.num_stale_output_tokens > 0 and request.drop_stale_output
+
+
+def limit_running(scheduler: Any, count: int) -> None:
+    """At most ``count`` requests run: vLLM looks at a second number for admissions from 0.30 on."""
+    scheduler.max_num_running_reqs = count
+    if hasattr(scheduler, "max_num_active_reqs"):
+        scheduler.max_num_active_reqs = count
 
 
 def watch_engine_process(client: Any) -> None:

@@ -23,6 +23,7 @@ from ..errors import EngineError
 from ..layout import PAD
 from ..protocol import AUDIO, BRIDGE, MODALITY, TEXT, BagpiperRules
 from . import channel
+from .compat import limit_running
 from .core import EXTRA_ARGS, rules_from
 from .scheduler import SpeechScheduler
 
@@ -147,11 +148,11 @@ class GuidanceScheduler(SpeechScheduler):
         pairs = self._hold()
         self._pairs_first(pairs)
         preempted = self._make_room(pairs)
-        self.max_num_running_reqs = len(self.running) if preempted else self._seat_limit()
+        limit_running(self, len(self.running) if preempted else self._seat_limit())
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            self.max_num_running_reqs = self.seats
+            limit_running(self, self.seats)
         scheduled = output.num_scheduled_tokens
         # A step that preempts admits nobody, so that it may move nothing though the next one will.
         quiet = not preempted and not scheduled

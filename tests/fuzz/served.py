@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from espnet2_vllm.backends.vllm import VllmEngine
+from espnet2_vllm.engine.compat import limit_running
 from espnet2_vllm.engine.guidance import GuidanceScheduler
 from espnet2_vllm.plan import RowRequest
 
@@ -58,7 +59,7 @@ class Served:
         if blocks is not None or seats is not None or budget is None:
             whole = scheduler.cache_config.num_gpu_blocks
             self._withhold(0 if blocks is None else whole - blocks)
-            scheduler.max_num_running_reqs = seats or self._seats
+            limit_running(scheduler, seats or self._seats)
             if isinstance(scheduler, GuidanceScheduler):
                 scheduler.seats = scheduler.max_num_running_reqs
         scheduler.max_num_scheduled_tokens = budget or self._budget
@@ -92,11 +93,12 @@ class Served:
             return schedule(*args, **kwargs)  # guidance preempts in its own time
         self._preempt_due()
         scheduler = self.scheduler
-        limit, scheduler.max_num_running_reqs = scheduler.max_num_running_reqs, len(scheduler.running)
+        limit = scheduler.max_num_running_reqs
+        limit_running(scheduler, len(scheduler.running))
         try:
             return schedule(*args, **kwargs)
         finally:
-            scheduler.max_num_running_reqs = limit
+            limit_running(scheduler, limit)
 
     def _with_preemptions(self, make_room: Callable) -> Callable:
         def made(pairs):

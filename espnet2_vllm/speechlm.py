@@ -11,11 +11,12 @@ Messages are what ``dialogue`` jsonl lines hold: ``[role, modality, content]`` w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
     from .audio.units import UnitsDescription
     from .backends import Engine
     from .checkpoint import Checkpoint
+    from .codec.chunks import ChunkSizes
     from .decoding import DecodingConfig
     from .io.results import Speech
-    from .streaming import EngineThread
+    from .streaming import EngineThread, SpeechChunk
     from .text import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -174,6 +176,30 @@ class SpeechLM:
         results = await asyncio.gather(*map(asyncio.wrap_future, futures))
         answers = await asyncio.to_thread(self._answers, results)
         return _only(answers) if single else answers
+
+    async def stream(
+        self,
+        messages: Sequence[Any],
+        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        *,
+        answer: Sequence[str] = ("audio",),
+        seed: int | None = None,
+        sizes: ChunkSizes | None = None,
+    ) -> AsyncIterator[SpeechChunk | Result]:
+        """Sound while it is generated: the chunks of one conversation's answer, then its result (``streaming.Streamer.stream``).
+
+        Leaving the loop drops the request. ``sizes``: frames of the first chunk (5) and of those behind it (25).
+        """
+        from .streaming import Streamer
+
+        config, seed = self.config(decoding), draw_seed() if seed is None else seed
+        (utterance,) = await asyncio.to_thread(self.utterances, [messages], answer, seed)
+        if isinstance(utterance, SpeechLMError):
+            raise utterance
+        streamer = await asyncio.to_thread(lambda: Streamer(self.engine, self.speech.service, sizes))
+        async with contextlib.aclosing(streamer.stream(utterance, config, seed=seed)) as stream:
+            async for item in stream:
+                yield item
 
     def describe(
         self,

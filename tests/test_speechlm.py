@@ -64,6 +64,21 @@ def test_answers_are_espnets(model, path):
             assert mine[2][1] == theirs["sample_rate"]
 
 
+def test_sound_while_it_is_generated_is_that_of_the_whole_answer(model):
+    messages, decoding = [["user", "text", "hello"]], Decoding(enforce_modality=("audio",), max_step=40, min_step=40)
+    answer = model.generate(messages, decoding, seed=3)
+
+    async def heard():
+        return [item async for item in model.stream(messages, decoding, seed=3)]
+
+    *chunks, result = asyncio.run(heard())
+    assert result.outcome == answer.outcome
+    samples = np.concatenate([chunk.samples for chunk in chunks])
+    np.testing.assert_allclose(samples, answer.audio[0], rtol=0, atol=1e-4)
+    assert len(chunks) > 1
+    assert {chunk.sample_rate for chunk in chunks} == {answer.audio[1]}
+
+
 def test_a_batch_and_coroutines_answer_as_one_by_one(model):
     loaded = [load(path) for path in CASES]
     conversations = [messages for _, _, messages in loaded] + [[["user", "text", "hello"]]]

@@ -238,6 +238,7 @@ def decode_set(
     from ..backends import make_engine
     from ..io.journal import Journal
     from ..io.results_opuslm import ChatWriter, TaskWriter
+    from ..io.vocabularies import check_vocabularies
     from ..prompt.opuslm import Facts
     from ..text import TextTokenizer
     from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report, run_job
@@ -245,6 +246,7 @@ def decode_set(
 
     args.seed = drawn_seed(args.seed, args.resume, [args.output_dir])
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    check_vocabularies(data.vocabularies, checkpoint.layout, tokenizer)
     options = prepare_speech(speech, args, options)
     settings = journal_settings(
         config,

@@ -36,8 +36,10 @@ export PATH="${VENV}/bin:${PATH}"
 # vLLM brings, which these models do not use, would take longer than most tests.
 export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 TORCH_COMPILE_DISABLE=${TORCH_COMPILE_DISABLE:-1}
 
-ruff check .
-ruff format --check .
+if [ -z "${engine}" ]; then
+    ruff check .
+    ruff format --check .
+fi
 
 if [ $# -gt 0 ]; then
     exec python3 -m pytest "$@"

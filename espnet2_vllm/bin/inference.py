@@ -205,6 +205,7 @@ def _decode_all(
             where, seconds = str(args.output_dir / _directory(dataset)), time.monotonic() - begun
             folders = [writer.directory for writer in of_ranks.values()]
             end_of_run(folders, tally, seconds, dataset.specifier.text, args.command, dataset.samples)
+            _remove_stale_ranks(args, dataset)
             codes.append(report(tally, seconds, where))
     return max(codes)
 
@@ -220,6 +221,22 @@ def _rank_folders(args: argparse.Namespace, dataset: Dataset) -> dict[int, Path]
     first = (args.rank - 1) * args.num_workers
     folder = args.output_dir / _directory(dataset)
     return {rank: folder / f"inference_rank{rank}" for rank in range(first, first + args.num_workers)}
+
+
+def _remove_stale_ranks(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Takes ``results.json`` out of rank folders that this number of ranks does not have.
+
+    They are of an earlier run with more ranks, and whoever reads all of them would find keys twice. Their journals and wavs stay:
+    a run with as many ranks as then writes them again without decoding.
+    """
+    from ..io.journal import FOLDER, in_use
+
+    for folder in (args.output_dir / _directory(dataset)).glob("inference_rank*"):
+        number, results = folder.name.removeprefix("inference_rank"), folder / "results.json"
+        stale = number.isdecimal() and int(number) >= args.world_size * args.num_workers
+        if stale and (folder / FOLDER).is_dir() and results.is_file() and not in_use(folder):
+            log.info("%s: of an earlier run with more ranks, removed", results)
+            results.unlink()
 
 
 def _open_writers(

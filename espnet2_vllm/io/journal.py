@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 FOLDER = ".journal"
 FORMAT = 1
 _TOKEN_BYTES = 4
+_SPEED = "rows_per_second"  # in a line for its reader; follows from the rest
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part")  # ``files.whole_file`` and ``audio.writing``
 
 
@@ -71,6 +72,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        values = {name: value for name, value in values.items() if name != _SPEED}
         lists = {name: tuple(values[name]) for name in ("files", "ends")}
         return cls(**{**values, **lists, "tokens": tuple((start, count) for start, count in values["tokens"])})
 
@@ -100,6 +102,19 @@ def earlier_settings(directory: Path) -> dict[str, Any] | None:
         return None
     found = first.get("settings") if isinstance(first, dict) else None
     return found if isinstance(found, dict) else None
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a process writes results to ``directory`` at this moment."""
+    path = directory / FOLDER / "lock"
+    if not path.is_file():
+        return False
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 class Journal:
@@ -162,7 +177,8 @@ class Journal:
     def append(self, record: Record) -> None:
         """Writes one line, after the tokens before it have reached the file."""
         self._tokens.flush()
-        self._file.write(json.dumps(asdict(record)).encode() + b"\n")
+        speed = round(record.rows / record.seconds, 2) if record.seconds else None
+        self._file.write(json.dumps(asdict(record) | {_SPEED: speed}).encode() + b"\n")
         self._file.flush()
         self.records[record.key] = record
 

@@ -226,6 +226,17 @@ def test_a_worker_without_samples_leaves_no_results(model, tmp_path):
     assert not (out / "text_to_audio_set" / "inference_rank1" / "results.json").exists()
 
 
+def test_results_of_an_earlier_run_with_more_ranks_go_and_come_back(model, tmp_path, caplog):
+    specifier, config, out = dataset(model, {"a": "one", "b": "two"}), settings(model), tmp_path / "out"
+    assert bagpiper(model, config, specifier, out, "--num-workers", 2) == 0
+    assert bagpiper(model, config, specifier, out, "--num-workers", 1) == 0
+    assert list(results(out)) == ["a", "b"]
+    assert not (out / "text_to_audio_set" / "inference_rank1" / "results.json").exists()
+    caplog.set_level(logging.INFO)
+    assert bagpiper(model, config, specifier, out, "--num-workers", 2) == 0
+    assert "2 of them taken over" in caplog.text and (list(results(out)), list(results(out, 1))) == (["a"], ["b"])
+
+
 def test_several_sets_with_the_same_ids_and_underscores(model, tmp_path):
     """Every option in the other spelling; each set has a folder of its own."""
     first = dataset(model, {"a": "hello"}, name="one")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 import yaml
-from commands import help_of, writable
+from commands import chat, help_of, writable
 from conftest import golden_models
 
 from espnet2_vllm.bin import speechlm_inference
@@ -77,6 +77,27 @@ def test_the_tree(model, tmp_path):
         assert soundfile.info(path).frames == len(frames) * 320
     texts = kaldiio.load_scp(str(out / "text" / "token_text.scp"))
     assert all((texts[uid] >= 256).all() for uid in ("u00", "u01")), "ids of the joint vocabulary"
+
+
+@pytest.mark.parametrize(("task", "uid"), [(ASR, "u01"), ("codec_ssl_plain_tts", "u00"), ("codec_ssl_se", None)])
+def test_both_command_lines_decode_alike(model, task, uid, tmp_path):
+    """The same settings in the chat dialect: the same texts and the same waveforms."""
+    uid = uid or json.loads((model / "data" / task / "data.json").read_text(encoding="utf-8"))["examples"][0]
+    flat = json.loads((model / "flat.yaml").read_text("utf-8"))
+    block = {"search_algo": "greedy_search", "length_method": "relative", "minlenratio": 0.0, "maxlenratio": 0.4}
+    decode = {"codec_ssl": {**block, "tokenizer": flat["codec_conf"]}, "text_bpe": block}
+    (tmp_path / "decode.yaml").write_text(json.dumps(decode), encoding="utf-8")
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert run(model, task, [uid], old) == 0
+    assert chat(model, tmp_path / "decode.yaml", model / f"{task}.json", new) == 0
+    entries = sorted(path.name for path in new.iterdir() if not path.name.startswith("."))
+    assert entries == sorted(path.name for path in old.iterdir() if not path.name.startswith("."))
+    for entry in entries:
+        assert (old / entry / entry).read_text("utf-8") == (new / entry / entry).read_text("utf-8").replace(
+            str(new), str(old)
+        )
+        for wav in (new / entry).glob("*.wav"):
+            assert (old / entry / wav.name).read_bytes() == wav.read_bytes()
 
 
 def test_a_rank_file_of_an_earlier_run_with_more_ranks_goes(model, tmp_path):

@@ -105,15 +105,16 @@ class SpeechCore:
                 the rows behind the prompt, as fed.
         """
         main = args.get("companion_of")
-        self.pairs.add(name, slot, main)
         if main is None:
             rules = rules_from(self.layout, args["rules"])
+            self.pairs.add(name, slot, None, is_guided(rules))
             state = rules.start()
             if resume is not None and resume["state"] is not None:
                 state = type(state)(*resume["state"])
             self.phases.add(slot, rules, state, int(args["seed"]))
             self._topk[slot] = max_topk(rules)
         else:
+            self.pairs.add(name, slot, main)
             self.phases.add_companion(slot)
         self.continuous.add(slot, args.get("continuous", ()))
         prompt = auxiliary_from_bytes(self.layout, args.get("auxiliary"), prompt_rows)
@@ -270,6 +271,12 @@ class SpeechCore:
         imposed[:, 1:] = ~audio
         codes = channel.encode(rows, imposed, none[:, 0], none[:, 0], self.stream_codes)
         return Sampled(first, codes, torch.zeros(rows.shape, dtype=torch.float32, device=rows.device))
+
+
+def is_guided(rules: BagpiperRules | OpusLMRules) -> bool:
+    """Whether a segment of the request may be guided."""
+    blocks = () if isinstance(rules, OpusLMRules) else (rules.text, rules.audio)
+    return any(block is not None and block.guidance > 1 for block in blocks)
 
 
 def max_topk(rules: BagpiperRules | OpusLMRules) -> int:

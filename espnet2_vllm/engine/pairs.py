@@ -33,16 +33,24 @@ class Pairs:
         self._slots: dict[str, int] = {}
         self._companions: dict[str, str] = {}  # of mains
         self._mains: dict[str, str] = {}  # of companions
+        self._wanting: set[str] = set()
         self._staged: dict[int, tuple[int, bool]] = {}
 
     @property
     def any(self) -> bool:
-        """Whether a companion sits in any slot."""
-        return bool(self._mains)
+        """Whether any slot holds a member of a pair, or what should be one."""
+        return bool(self._mains or self._wanting)
 
-    def add(self, name: str, slot: int, main: str | None) -> None:
-        """``main``: name of the request whose companion this is."""
+    def add(self, name: str, slot: int, main: str | None, wanting: bool = False) -> None:
+        """Puts a request into ``slot``.
+
+        Args:
+            main: name of the request whose companion this is.
+            wanting: it has guided segments, so that a row of them without a companion must be found out.
+        """
         self._slots[name] = slot
+        if wanting:
+            self._wanting.add(name)
         if main is not None:
             self._mains[name], self._companions[main] = main, name
         self._stage(slot, name)
@@ -54,6 +62,7 @@ class Pairs:
         slot = self._slots.pop(name, None)
         if slot is None:
             return
+        self._wanting.discard(name)
         self._staged[slot] = (-1, False)
         mate = self._mains.pop(name, None)
         if mate is not None:

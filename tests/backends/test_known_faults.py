@@ -118,12 +118,15 @@ def test_greedy_text_beside_sampled_audio(stage):
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
-def test_a_row_without_its_companion_is_an_error_not_a_token(stage, monkeypatch):
+@pytest.mark.parametrize("companion", ["waits", "is never made"])
+def test_a_row_without_its_companion_is_an_error_not_a_token(stage, monkeypatch, companion):
     """The scheduler forgets about pairs for a while: the client is told, and nobody else notices."""
     served = stage.engine("wide")
     guided = asked(stage, "guided", ("audio",), scale=2.0)
     neighbour = asked(stage, "neighbour", ("text", "audio"))
     monkeypatch.setattr(served.scheduler, "_needs_pair", lambda main: False)
+    if companion == "is never made":
+        monkeypatch.setattr(served.scheduler, "_spawn", lambda *_: None)
     found = served.run(guided, neighbour)
     assert isinstance(found["guided"], AbortError), found["guided"]
     assert "without its companion" in str(found["guided"])

@@ -17,7 +17,7 @@ import yaml
 
 from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.locate import locate_directory, locate_file
-from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder
+from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder, push_together
 from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
 from espnet2_vllm.errors import CheckpointError, ConfigError
 
@@ -50,6 +50,9 @@ class EspnetCodec(TorchCodec):
 
     def growing_features(self) -> GrowingFeatures:
         return super().growing_features() if self._parts is None else GrowingRecurrentFeatures(self, self._parts)
+
+    def push_features(self, pushes: Sequence[tuple[GrowingFeatures, np.ndarray, bool]]) -> list[torch.Tensor]:
+        return super().push_features(pushes) if self._parts is None else push_together(pushes)
 
     def synthesize(self, features: torch.Tensor) -> torch.Tensor:
         if self._parts is None:

@@ -67,6 +67,12 @@ class SplitDecoder:
         found, state = self.recurrent.lstm(maps, state)
         return (found + maps if self.recurrent.skip else found), state
 
+    def zero_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one clip, before its first frame."""
+        lstm = self.recurrent.lstm
+        zero = torch.zeros(lstm.num_layers, 1, lstm.hidden_size, device=next(lstm.parameters()).device)
+        return zero, zero
+
     @torch.inference_mode()
     def features(self, clips: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Codes [T, C] of whole clips -> [T, D]. The LSTM takes all clips at once: what fills up a clip comes behind it."""
@@ -97,22 +103,42 @@ class GrowingRecurrentFeatures(GrowingFeatures):
         self._kept: torch.Tensor | None = None  # [1, D, n] from frame ``_start`` on
         self._start = self._done = 0
 
-    @torch.inference_mode()
     def push(self, codes: np.ndarray, *, last: bool) -> torch.Tensor:
-        fresh = [self._parts.embed(part) for part in self._codec.checked([codes]) if len(part)]
-        kept = [*([] if self._kept is None else [self._kept]), *fresh]
-        if not kept:
-            return torch.zeros(0, self._parts.recurrent.lstm.hidden_size, device=self._codec.device)
-        window = torch.cat(kept, dim=2)
-        known = self._start + window.shape[2]
-        end = known if last else max(self._done, known - self.right)
-        if end > self._done:
-            maps = self._parts.before(window)[0].T[self._done - self._start : end - self._start]
-            found, self._state = self._parts.run(maps[:, None], self._state)
-            features = found[:, 0]
-        else:
-            features = window.new_zeros(0, self._parts.recurrent.lstm.hidden_size)
-        self._done = end
-        start = max(end - self._left, self._start)
-        self._kept, self._start = window[:, :, start - self._start :], start
-        return features
+        return push_together([(self, codes, last)])[0]
+
+    def take_in(self, embedded: torch.Tensor, last: bool) -> int:
+        """Keeps the next [1, D, m]; how many features become final by them."""
+        self._kept = embedded if self._kept is None else torch.cat([self._kept, embedded], dim=2)
+        known = self._start + self._kept.shape[2]
+        return (known if last else max(self._done, known - self.right)) - self._done
+
+
+@torch.inference_mode()
+def push_together(pushes: Sequence[tuple[GrowingRecurrentFeatures, np.ndarray, bool]]) -> list[torch.Tensor]:
+    """``push`` of many clips of one codec: those whose windows are alike go through convolution and LSTM as one batch."""
+    clips = [clip for clip, _, _ in pushes]
+    parts = clips[0]._parts
+    codes = clips[0]._codec.checked([codes for _, codes, _ in pushes])
+    if any(map(len, codes)):
+        embedded = parts.embed(torch.cat(codes)).split([len(part) for part in codes], dim=2)
+    else:
+        embedded = [torch.zeros(1, parts.before.conv.conv.in_channels, 0, device=codes[0].device)] * len(codes)
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    found = [torch.zeros(0, parts.recurrent.lstm.hidden_size, device=codes[0].device)] * len(clips)
+    for index, (clip, part, (_, _, last)) in enumerate(zip(clips, embedded, pushes, strict=True)):
+        count = clip.take_in(part, last)
+        if count:
+            alike.setdefault((clip._kept.shape[2], clip._done - clip._start, count), []).append(index)
+    for (_, skipped, count), indices in alike.items():
+        group = [clips[index] for index in indices]
+        maps = parts.before(torch.cat([clip._kept for clip in group]))[:, :, skipped : skipped + count]
+        states = [clip._state or parts.zero_state() for clip in group]
+        state = tuple(torch.cat(half, dim=1) for half in zip(*states, strict=True))
+        features, state = parts.run(maps.permute(2, 0, 1), state)
+        for column, (index, clip) in enumerate(zip(indices, group, strict=True)):
+            found[index] = features[:, column]
+            clip._state = tuple(half[:, column : column + 1].contiguous() for half in state)
+            clip._done += count
+            start = max(clip._done - clip._left, clip._start)
+            clip._kept, clip._start = clip._kept[:, :, start - clip._start :], start
+    return found

@@ -6,6 +6,7 @@ wrong with a clip is that clip's outcome.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,7 +22,7 @@ from ..errors import CodecError, SpeechLMError
 from .base import Codec
 from .chunks import Chunker, ChunkSizes, window_lengths
 from .reach import Reach, measure_reach
-from .torch_codec import TorchCodec
+from .torch_codec import GrowingFeatures, TorchCodec
 from .windows import WindowDecoder
 
 log = logging.getLogger(__name__)
@@ -224,16 +225,35 @@ class CodecService:
     def _serve(self, streams: list[GrowingClip]) -> None:
         """One chunk of each growing clip that has one to give, those of equal windows together."""
         ready: dict[int, list[tuple[GrowingClip, torch.Tensor, slice, bool]]] = {}
-        for stream in streams:
-            try:
-                for window, kept, last in stream.windows():
-                    ready.setdefault(len(window), []).append((stream, window, kept, last))
-            except Exception as error:  # noqa: BLE001 - as in _decode
-                self._fail(stream, error)
+        for stream, window, kept, last in self._windows([stream for stream in streams if not stream.settle()]):
+            ready.setdefault(len(window), []).append((stream, window, kept, last))
         for length, found in ready.items():
             size = max(1, self.decoder.max_frames // length)
             for begin in range(0, len(found), size):
                 self._synthesize(found[begin : begin + size])
+
+    def _windows(self, streams: list[GrowingClip]) -> Iterator[tuple[GrowingClip, torch.Tensor, slice, bool]]:
+        """The next chunk's window of each growing clip."""
+        taken = [stream.take() for stream in streams]
+        with self.decoder.context() if streams else contextlib.nullcontext():
+            try:
+                features = self.codec.push_features(taken) if taken else []
+            except SpeechLMError as error:  # codes that are none, found before anything was changed
+                if len(streams) == 1:
+                    self._fail(streams[0], error)
+                    return
+                for stream, part in zip(streams, taken, strict=True):
+                    stream.put_back(part)
+                    yield from self._windows([stream])
+                return
+            except Exception as error:  # noqa: BLE001 - as in _decode; nobody knows how far each clip came
+                for stream in streams:
+                    self._fail(stream, error)
+                return
+            found = [stream.window(part) for stream, part in zip(streams, features, strict=True)]
+        for stream, window in zip(streams, found, strict=True):
+            if window is not None:
+                yield stream, *window
 
     def _synthesize(self, batch: list[tuple[GrowingClip, torch.Tensor, slice, bool]]) -> None:
         try:
@@ -278,7 +298,7 @@ class GrowingClip:
         self._codes = 0
         self._kept: torch.Tensor | None = None  # features from frame ``_start`` on
         self._start = self._known = 0
-        self._ended = self.gone = False
+        self._ended = self._taken_end = self.gone = False
         self._untaken = 0
 
     def push(self, codes: np.ndarray) -> None:
@@ -322,35 +342,51 @@ class GrowingClip:
         right = self._chunker.reach.right + self._features.right
         return self._codes >= self._chunker.sizes.needed(self._chunker.given, right)
 
-    def windows(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
-        """At most one: features [N, F], the samples of it that are the next chunk, and whether it is the last one.
-
-        What needs no decoder is delivered from here.
-        """
-        service, hop = self._service, self._service.codec.hop
+    def settle(self) -> bool:
+        """Delivers what needs no windows; whether that was all."""
+        service = self._service
         with service._changed:
-            fresh, self._fresh = self._fresh, []
             ended, codes = self._ended, self._codes
         if ended and codes <= service.silent_frames:
-            self.deliver(np.zeros(codes * hop, dtype=np.float32), True)
-            return
-        whole = np.concatenate([np.zeros((0, service.codec.num_codebooks), dtype=np.int64), *fresh])
+            self.deliver(np.zeros(codes * service.codec.hop, dtype=np.float32), True)
+            return True
         if service.decoder is None:
-            self.deliver(service.codec.decode(whole), True)
-            return
-        with service.decoder.context():
-            self._take_in(self._features.push(whole, last=ended))
-            window = self._chunker.next(self._known, ended=ended)
-            if window is None:
-                assert ended, f"{codes} codes are enough for a chunk, {self._known} features are not"
-                self.deliver(np.zeros(0, dtype=np.float32), True)
-                return
-            part = self._kept[window.start - self._start : window.stop - self._start]
-            oldest = self._chunker.oldest - self._start
-            if oldest > 0:
-                self._kept, self._start = self._kept[oldest:], self._start + oldest
+            _, whole, _ = self.take()
+            try:
+                self.deliver(service.codec.decode(whole), True)
+            except Exception as error:  # noqa: BLE001 - as in CodecService._decode
+                service._fail(self, error)
+            return True
+        return False
+
+    def take(self) -> tuple[GrowingFeatures | None, np.ndarray, bool]:
+        """What the codec makes the next features of: the clip's state, its new codes, and whether they are its last."""
+        with self._service._changed:
+            fresh, self._fresh = self._fresh, []
+            self._taken_end = self._ended
+        blank = np.zeros((0, self._service.codec.num_codebooks), dtype=np.int64)
+        return self._features, np.concatenate([blank, *fresh]), self._taken_end
+
+    def put_back(self, taken: tuple[GrowingFeatures | None, np.ndarray, bool]) -> None:
+        """Undoes ``take``."""
+        with self._service._changed:
+            self._fresh.insert(0, taken[1])
+
+    def window(self, features: torch.Tensor) -> tuple[torch.Tensor, slice, bool] | None:
+        """Features [N, F], which of its samples are the next chunk, and whether it is the last one; None for an empty one."""
+        hop = self._service.codec.hop
+        self._take_in(features)
+        window = self._chunker.next(self._known, ended=self._taken_end)
+        if window is None:
+            assert self._taken_end, f"{self._codes} codes are enough for a chunk, {self._known} features are not"
+            self.deliver(np.zeros(0, dtype=np.float32), True)
+            return None
+        part = self._kept[window.start - self._start : window.stop - self._start]
+        oldest = self._chunker.oldest - self._start
+        if oldest > 0:
+            self._kept, self._start = self._kept[oldest:], self._start + oldest
         kept = slice((window.first - window.start) * hop, (window.last - window.start) * hop)
-        yield part, kept, ended and window.last == self._known
+        return part, kept, self._taken_end and window.last == self._known
 
     def _take_in(self, features: torch.Tensor) -> None:
         self._kept = features if self._kept is None else torch.cat([self._kept, features])

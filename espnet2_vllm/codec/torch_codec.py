@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -44,6 +45,10 @@ class TorchCodec(ABC):
     def growing_features(self) -> "GrowingFeatures":
         """Features of one clip as its codes arrive."""
         return GrowingFeatures(self)
+
+    def push_features(self, pushes: Sequence[tuple["GrowingFeatures", np.ndarray, bool]]) -> list[torch.Tensor]:
+        """``GrowingFeatures.push`` of many clips at once: (clip, its next codes, whether they are its last)."""
+        return [clip.push(codes, last=last) for clip, codes, last in pushes]
 
     def synthesize(self, features: torch.Tensor) -> torch.Tensor:
         """[B, N, F] features of windows -> [B, N * hop] float32 on the device."""
@@ -100,7 +105,7 @@ class TorchCodec(ABC):
             if length == 0:
                 continue
             stacked = np.stack([np.asarray(codes[index], dtype=np.int64) for index in indices])
-            with torch.inference_mode():
+            with torch.inference_mode(), convolutions(self.device):
                 wav = self._decode_tensor(torch.from_numpy(stacked).to(self.device)).float().cpu().numpy()
             expected = (len(indices), length * self.hop)
             assert wav.shape == expected, f"codec gave waveforms of shape {wav.shape}, expected {expected}"
@@ -120,6 +125,13 @@ class TorchCodec(ABC):
                 f"code {codes[frame, book]} at frame {frame}, codebook {book} lies outside 0..{self.codebook_size - 1} "
                 f"({len(outside)} such codes); a pad or an id of another stream inside the audio?"
             )
+
+
+def convolutions(device: torch.device, *, tf32: bool = False) -> AbstractContextManager[None]:
+    """Their precision inside: float32, which torch would round to ten bits of mantissa on a GPU if it were not told."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32, fp32_precision=None)
 
 
 class GrowingFeatures:

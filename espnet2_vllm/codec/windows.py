@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .reach import Reach
-from .torch_codec import TorchCodec
+from .torch_codec import TorchCodec, convolutions
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class WindowDecoder:
             stack.enter_context(torch.inference_mode())
             if self._cuda:
                 stack.enter_context(torch.cuda.stream(self._stream))
-                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=self.tf32, fp32_precision=None))
+                stack.enter_context(convolutions(self.codec.device, tf32=self.tf32))
             yield
 
     def synthesize(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The codec beside the engine: batches of windows, growing clips, and everything that can go wrong, on every codec."""
 
+import gc
+import resource
 import threading
 import time
 
@@ -296,3 +298,62 @@ def test_a_reader_that_leaves_is_forgotten():
         assert len(heard.chunks) <= 1
         assert not heard.done.is_set()
         assert not service._streams
+
+
+def test_wrong_codes_in_one_of_many_growing_clips_are_its_own_outcome():
+    codec = tiny_codec("dac")
+    with CodecService(codec, ahead=1000) as service:
+        clips = [random_codes(codec, 30 + i, seed=i) for i in range(4)]
+        heard = [Heard() for _ in clips]
+        streams = [service.open(ChunkSizes(5, 10), one) for one in heard]
+        for number, (codes, stream) in enumerate(zip(clips, streams, strict=True)):
+            stream.push(np.full_like(codes, codec.codebook_size) if number == 2 else codes)
+        for stream in streams:
+            stream.end()
+        for number, (codes, one) in enumerate(zip(clips, heard, strict=True)):
+            if number == 2:
+                assert one.done.wait(SECONDS)
+                assert isinstance(one.error, DataError)
+            else:
+                np.testing.assert_allclose(one.wav(), codec.decode(codes), rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("name", ["dac", "encodec", "funcodec"])
+def test_features_of_many_growing_clips_are_those_of_each_alone(name):
+    """Batched through the LSTM with the state of each, whatever arrives of which clip."""
+    codec, rng = tiny_codec(name), np.random.default_rng(7)
+    clips = [random_codes(codec, 20 + i % 3, seed=i) for i in range(6)]
+    growing = [codec.growing_features() for _ in clips]
+    found, done = [[] for _ in clips], [0] * len(clips)
+    while any(given < len(codes) for given, codes in zip(done, clips, strict=True)):
+        pushes = []
+        for index in rng.permutation(len(clips)):
+            if done[index] < len(clips[index]):
+                count = int(rng.integers(0, 6))
+                part = clips[index][done[index] : done[index] + count]
+                done[index] += len(part)
+                pushes.append((index, (growing[index], part, done[index] == len(clips[index]))))
+        for (index, _), features in zip(pushes, codec.push_features([push for _, push in pushes]), strict=True):
+            found[index].append(features)
+    for parts, codes in zip(found, clips, strict=True):
+        torch.testing.assert_close(torch.cat(parts), codec.features([codes])[0], rtol=1e-4, atol=1e-5)
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_memory_is_flat_over_2000_clips():
+    codec, rng, sizes = FragileCodec(), np.random.default_rng(3), []
+    codec.hop = 320
+    codec._decode_tensor = lambda codes: codes[:, :, 0].float().repeat_interleave(320, dim=1) / 16
+    with CodecService(codec, waiting=1024) as service:
+        for _ in range(5):
+            for _ in range(5):
+                service.decode([rng.integers(0, 16, (int(n), 1)) for n in rng.integers(1, 150, 80)])
+            gc.collect()
+            sizes.append(resident())
+    assert service.usage.clips == 2000
+    print("MiB:", [round(size / 2**20, 1) for size in sizes])
+    assert sizes[-1] - sizes[1] < 16 * 2**20, sizes  # the samples alone are 192 MiB

@@ -68,6 +68,9 @@ def test_the_tree(model, tmp_path):
         assert {path.name for path in (out / entry).iterdir() if path.suffix != ".wav"} == {
             entry, f"rank0_{entry}", f"token_{entry}.scp", f"rank0_token_{entry}.scp", f"rank0_token_{entry}.ark"
         }  # fmt: skip
+    facts = json.loads((out / ".journal" / "report.json").read_text(encoding="utf-8"))
+    assert facts["utterances"] == 2 and facts["audio_seconds"] > 0 and "--nbest 2" in facts["commands"][0]
+    assert (out / ".journal" / "report.html").read_text(encoding="utf-8").count("<audio") > 2
     tokens = kaldiio.load_scp(str(out / "wav.scp" / "token_wav.scp.scp"))
     for line in lines(out / "wav.scp" / "wav.scp"):
         name, path = line.split(" ", 1)

@@ -6,7 +6,9 @@ import pytest
 
 from espnet2_vllm.bin import merge_outputs, split_data
 from espnet2_vllm.errors import DataError
+from espnet2_vllm.io.journal import Journal, Record
 from espnet2_vllm.io.keyed import read_keyed
+from espnet2_vllm.reports.collect import write_run
 
 
 def write_set(folder, ids, *, speakers=None, task="codec_ssl_plain_tts"):
@@ -156,6 +158,7 @@ def test_a_missing_utterance_is_named_with_the_reason_of_its_journal(tmp_path, c
         {"key": "codec_ssl_plain_tts_a", "outcome": "ok", "reason": "", "audio_seconds": 1.5},
         {"key": "codec_ssl_plain_tts_b", "outcome": "refused", "reason": "no words"},
     ]
+    records[1:] = [{"files": [], "ends": [], "tokens": [], **record} for record in records[1:]]
     journal = tmp_path / "output.1" / ".journal" / "journal.jsonl"
     journal.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     assert merge(tmp_path, path, tmp_path / "output.1") == 1
@@ -164,6 +167,21 @@ def test_a_missing_utterance_is_named_with_the_reason_of_its_journal(tmp_path, c
     assert "merge_outputs: b: refused: no words" in captured.err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
     assert (summary["with_results"], summary["missing"], summary["audio_seconds"]) == (1, ["b"], 1.5)
+
+
+def test_a_set_ends_with_a_report_of_all_its_jobs(tmp_path, capsys):
+    path = write_set(tmp_path / "set", ["a", "b"])
+    for job, key in (("output.1", "a"), ("output.2", "b")):
+        write_job(tmp_path / job, "wav.scp", [f"codec_ssl_plain_tts_{key}_sample0 x".encode()])
+        journal = Journal(tmp_path / job, {"seed": 3, "backend": "vllm"})
+        journal.append(Record(f"codec_ssl_plain_tts_{key}", "ok", rows=100, seconds=2.0, audio_seconds=1.5))
+        journal.close()
+        write_run(tmp_path / job, seconds=4.0, rows=100, audio_seconds=1.5, taken_over=0, command="decode")
+    assert merge(tmp_path, path, tmp_path / "output.1", tmp_path / "output.2") == 0
+    facts = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert (facts["utterances"], facts["jobs"], facts["rows_per_second"], facts["seeds"]) == (2, 2, 50.0, [3])
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert "real time factor" in capsys.readouterr().out
 
 
 def test_a_key_of_two_jobs_is_refused(tmp_path, capsys):

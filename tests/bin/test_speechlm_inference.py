@@ -11,7 +11,7 @@ import yaml
 from commands import chat, help_of, writable
 from conftest import golden_models
 
-from espnet2_vllm.bin import speechlm_inference
+from espnet2_vllm.bin import inference, speechlm_inference, speechlm_inference_chat
 
 ASR, TTS = "codec_ssl_asr", "codec_ssl_tts"
 GREEDY = ("--search_algo", "greedy_search", "--maxlenratio", "0.4")
@@ -154,6 +154,18 @@ def test_what_cannot_be_used_is_said(model, tmp_path, caplog, more, message):
 def test_dialogues_are_for_the_chat_command(model, tmp_path, caplog):
     assert run(model, "text_dialogue", ["td0"], tmp_path / "out") == 2
     assert "use espnet2_vllm.bin.speechlm_inference_chat" in caplog.text
+
+
+@pytest.mark.parametrize("command", [speechlm_inference, speechlm_inference_chat, inference])
+def test_overwrite_begins_anew(command):
+    needed = ["--train-config", "x", "--inference-config", "x"] if command is inference else ["--output_dir", "x"]
+    for words, resume in (
+        ([], True),
+        (["--overwrite"], False),
+        (["--no_resume"], False),
+        (["--resume", "false"], False),
+    ):
+        assert command.get_parser().parse_args([*needed, *words]).resume is resume
 
 
 def test_help_is_quick_and_names_espnets_options():

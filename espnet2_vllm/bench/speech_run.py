@@ -29,6 +29,7 @@ def run_speech(
     *,
     dtype: str,
     device: str,
+    tf32: bool,
     options: Mapping[str, Any],
     report: dict[str, Any],
     json: Path | None,
@@ -48,11 +49,11 @@ def run_speech(
         started: list[tuple[dict[str, Any], Any, CodecService]] = []
         taken = 0
         for name in names:
-            entry = {"codec": name, "model": geometry.name, "dtype": dtype}
+            entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": tf32}
             entries.append(entry)
             try:
                 codec = make_codec(name, checkpoint, device)
-                service = CodecService(codec, waiting=1024)
+                service = CodecService(codec, waiting=1024, tf32=tf32)
                 taken = max(service.prepare(settings.sizes), taken)
             except (SpeechLMError, RuntimeError) as error:
                 log.error("%s: %s", name, error, exc_info=True)

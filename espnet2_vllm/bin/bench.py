@@ -85,6 +85,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         help="Measure these codecs beside this engine instead: dac-large, xcodec (released geometries, random weights), dac-tiny, "
         "xcodec-tiny, own (the converted directory's)",
     )
+    option("codec_tf32", action="store_true", help="Codecs on a GPU multiply in TF32: faster, and less exact")
     option("clips", type=at_least(5), default=2000, help="Decoded by each codec to see whether memory grows")
     option("profile", action="store_true", help="Show where a decode step goes: host parts and kernels of each load")
 
@@ -200,6 +201,7 @@ def _run_speech(args: argparse.Namespace, argv: Sequence[str]) -> int:
         settings,
         dtype=args.dtype,
         device=choose_device(args.device, gpu=True),
+        tf32=args.codec_tf32,
         options={**sized, **engine_options(args)},
         report=report,
         json=args.json,

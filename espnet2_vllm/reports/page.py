@@ -25,7 +25,8 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0 }
 tr { border-bottom: 1px solid #e3e7ee } th { font-weight: 600; white-space: nowrap }
 td { overflow-wrap: anywhere } .plots { display: flex; flex-wrap: wrap; gap: 1.5rem }
-figure { margin: 0 } figcaption { color: #556; font-size: .85rem }
+pre { white-space: pre-wrap; overflow-wrap: anywhere }
+figure { margin: 0; max-width: 560px } figcaption { color: #556; font-size: .85rem }
 svg { max-width: 100%; height: auto } svg text { font-size: 11px; fill: #556 } svg line { stroke: #e3e7ee }
 svg .mark { fill: #2f6fbb }
 audio { width: 260px; height: 34px } .text { white-space: pre-wrap } .bad { color: #a4262c }

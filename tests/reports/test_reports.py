@@ -39,7 +39,14 @@ def job(directory, *records, seconds=4.0, **settings):
         journal.append(record)
     journal.close()
     rows, audio = sum(r.rows for r in records), sum(r.audio_seconds for r in records)
-    write_run(directory, seconds=seconds, rows=rows, audio_seconds=audio, taken_over=0, command="decode --x 'a b'")
+    write_run(
+        directory,
+        seconds=seconds,
+        rows=rows,
+        audio_seconds=audio,
+        taken_over=0,
+        command=f"decode --x 'a b' {'long/' * 300}",
+    )
     return directory
 
 

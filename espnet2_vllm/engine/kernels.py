@@ -77,7 +77,7 @@ def embed_kernel(
     rows = history + slot * history_slot + position * history_row
     for stream in tl.static_range(AUXILIARY):
         identity = tl.load(rows + stream).to(tl.int64)
-        wanted = inside if PAD_EMBEDDED else inside & (identity != 0)
+        wanted = inside if PAD_EMBEDDED else (inside & (identity != 0)) != 0
         total += tl.load(embedding + identity * hidden_size + columns, mask=wanted, other=0.0).to(tl.float32)
     tl.store(out + token.to(tl.int64) * hidden_size + columns, total.to(out.dtype.element_ty), mask=inside)
 
@@ -122,8 +122,9 @@ def _merged(values, logits, logits_row, offsets, mask, partner, scale):
     """Conditional ``values`` of a row merged with the same columns of its partner's."""
     paired = partner >= 0
     source = logits + tl.maximum(partner, 0).to(tl.int64) * logits_row + offsets
-    other = tl.load(source, mask=mask & paired, other=0.0).to(tl.float32)
-    return tl.where(paired & mask, scale * values + (1.0 - scale) * other, values)
+    both = (mask & paired) != 0
+    other = tl.load(source, mask=both, other=0.0).to(tl.float32)
+    return tl.where(both, scale * values + (1.0 - scale) * other, values)
 
 
 # -- choosing ids (twin: sampling.choose) ------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ def primary_kernel(
     inside = columns < WIDTH
     allowed = tl.load(masks + phase * WIDTH + columns, mask=inside, other=0) != 0
     allowed |= ends & ((columns == end_0) | (columns == end_1))
-    allowed &= inside
+    allowed = (allowed & inside) != 0
     values = tl.load(logits + row.to(tl.int64) * logits_row + columns, mask=allowed, other=-float("inf")).to(tl.float32)
     if GUIDED:
         scale = tl.load(floats + slot * floats_row + tl.where(phase == AUDIO, 3, 1))
@@ -247,7 +248,7 @@ def primary_kernel(
         text = phase == TEXT
         places = tl.arange(0, CANDIDATES)
         base = row.to(tl.int64) * num_candidates
-        words = tl.load(text_values + base + places, mask=text & (places < num_candidates), other=-float("inf"))
+        words = tl.load(text_values + base + places, mask=(text & (places < num_candidates)) != 0, other=-float("inf"))
         top = tl.maximum(top, tl.max(words, 0))
     total, score = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     best, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
@@ -337,7 +338,7 @@ def bagpiper_kernel(
     after = tl.where(entering, entered, tl.where(bridge, MODALITY, after))
     done = after == DONE
 
-    rows = tl.load(chosen_ids + row * STREAMS + streams, mask=inside & audio & (streams > 0), other=0)
+    rows = tl.load(chosen_ids + row * STREAMS + streams, mask=(inside & audio & (streams > 0)) != 0, other=0)
     rows = tl.where(streams == 0, primary.to(tl.int32), rows)
     forced = tl.where(streams == 0, bridge | (entering & (enforced > 0)), audio == 0)
     token = tl.where(done, stop, primary.to(tl.int32))

@@ -69,6 +69,7 @@ V2_RUNNER = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": "add_request remove_request apply_staged_writes prepare_inputs "
     "prepare_dummy_inputs custom_sampler device dtype max_num_reqs max_num_tokens model model_config",
     "vllm.v1.worker.gpu.sample.output:SamplerOutput": "| sampled_token_ids logprobs_tensors num_sampled",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": "add_request remove_request compute_prompt_logprobs",
     "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs num_tokens num_tokens_after_padding input_ids positions "
     "idx_mapping idx_mapping_np query_start_loc query_start_loc_np seq_lens num_computed_tokens_np num_scheduled_tokens",
 }

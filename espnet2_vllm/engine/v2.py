@@ -166,6 +166,10 @@ class SpeechPromptWorker:
     def remove_request(self, req_id: str) -> None:
         self._wanted.pop(req_id, None)
 
+    def compute_prompt_token_id_logprobs(self, *args: Any) -> dict[str, torch.Tensor]:
+        """Asked for from 0.32 on; of requests that this package does not make."""
+        return {}
+
     def compute_prompt_logprobs(
         self, logits_fn: Any, hidden_states: torch.Tensor, input_batch: Any, *args: Any
     ) -> dict[str, LogprobsTensors]:

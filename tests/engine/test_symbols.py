@@ -62,6 +62,17 @@ def test_what_a_file_imports_of_vllm_is_looked_for(path):
         assert attributes <= names_of(place), f"{path.name}: {place}"
 
 
+def test_what_stands_in_for_vllms_prompt_worker_has_all_its_methods():
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+    from espnet2_vllm.engine.v2 import SpeechPromptWorker
+
+    wanted = {
+        name for name, value in vars(PromptLogprobsWorker).items() if callable(value) and not name.startswith("_")
+    }
+    assert wanted and wanted <= vars(SpeechPromptWorker).keys()
+
+
 BASES = {
     "PairedRequest": "vllm.v1.request:Request",
     "SpeechScheduler": "vllm.v1.core.sched.async_scheduler:AsyncScheduler",

@@ -6,7 +6,8 @@ import sys
 HEAVY = ("torch", "vllm", "transformers", "soundfile", "kaldiio", "lhotse", "pyarrow")
 LIGHT = [
     *("layout", "delay", "codes", "plan", "protocol", "errors", "text"),
-    *("prompt.tasks", "prompt.opuslm", "prompt.bagpiper"),
+    *("prompt.tasks", "prompt.opuslm", "prompt.bagpiper", "prompt.conversation"),
+    *("speechlm", "decoding_choice", "thinking", "audio.listening", "audio.ahead"),
     *("io.kaldi", "io.data_json", "io.dataset_json", "io.specifiers", "io.json_lines", "io.lhotse", "io.arkive"),
 ]
 

@@ -22,7 +22,10 @@ COMMANDS = {
     "compare": ("espnet2_vllm.bin.compare", "compare two result trees, or ids and logits of two backends"),
     "tokenize-audio": ("espnet2_vllm.bin.tokenize_audio", "make OpusLM's token arks of recordings"),
     "score-text": ("espnet2_vllm.bin.score_text", "word and character error rates of decoded text"),
-    "score-speech": ("espnet2_vllm.bin.score_speech", "naturalness of generated speech (UTMOS), where VERSA is installed"),
+    "score-speech": (
+        "espnet2_vllm.bin.score_speech",
+        "naturalness of generated speech (UTMOS), where VERSA is installed",
+    ),
 }
 
 

@@ -45,7 +45,7 @@ if [ $# -gt 0 ]; then
     exec python3 -m pytest "$@"
 fi
 tests=()
-[ -z "${engine}" ] || tests=(tests/backends tests/engine tests/fuzz tests/bin/test_scores.py tests/bin/test_outcomes.py)
+[ -z "${engine}" ] || tests=(tests/backends tests/engine tests/fuzz tests/bin/test_outcomes.py)
 python3 -m pytest -m "not slow" "${tests[@]}"
 if grep -rq --include='*.py' 'mark\.slow' tests; then
     python3 -m pytest -m slow "${tests[@]}"

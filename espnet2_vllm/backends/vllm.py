@@ -132,6 +132,10 @@ class VllmEngine:
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
         if cpu:
             defaults["enforce_eager"] = True  # compiling takes longer than most runs on a CPU
+        elif options.get("max_num_seqs", 0) > 512 and not {"compilation_config", "cudagraph_capture_sizes"} & set(
+            options
+        ):
+            defaults["max_cudagraph_capture_size"] = options["max_num_seqs"]  # where vLLM stops at 512
         try:
             config = EngineArgs(**fixed, **{**defaults, **options}).create_engine_config()
         except (TypeError, ValueError) as error:

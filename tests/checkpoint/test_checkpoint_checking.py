@@ -160,7 +160,7 @@ def test_convert_and_check(tmp_path, capsys):
     assert check_command.main([str(target)]) == 1
     printed = capsys.readouterr().out
     assert "BAD  cannot read" in printed
-    assert "1 of 6 findings are bad" in printed
+    assert re.search(r"1 of \d findings are bad", printed)
 
 
 def test_exit_codes(tmp_path, capsys):

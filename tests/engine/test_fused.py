@@ -19,3 +19,10 @@ def test_fused_step_equals_plain_step():
     command = [sys.executable, str(HERE / "fused_check.py"), "0", str(worlds)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and f"{worlds} worlds equal" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_kernels_compile_for_hopper():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "compile_check.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "of 7 kernels" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]

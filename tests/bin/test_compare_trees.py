@@ -42,7 +42,7 @@ def test_a_tree_equals_its_copy(name, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def asr(tmp_path, monkeypatch):
-    return copied(OPUSLM["codec_ssl_asr"], tmp_path / "b", monkeypatch)
+    return copied(OPUSLM["codec_ssl_asr_nproc2"], tmp_path / "b", monkeypatch)
 
 
 @pytest.fixture
@@ -135,7 +135,9 @@ def test_merged_files_come_before_those_of_jobs(asr, tmp_path):
     for entry in ("text", "wav.scp"):
         for name in (entry, f"{entry}_token.scp"):
             path = b / entry / name
-            renamed = path.read_text(encoding="utf-8").replace("trees/codec_ssl_asr/expected/", "exp/old/log/output.1/")
+            renamed = path.read_text(encoding="utf-8").replace(
+                "trees/codec_ssl_asr_nproc2/expected/", "exp/old/log/output.1/"
+            )
             path.write_text(renamed, encoding="utf-8")
             (merged / name).write_text(renamed, encoding="utf-8")
     shutil.copytree(b, merged / "log" / "output.1")

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .answer import Answer
     from .decoding_choice import Decoding
-    from .speechlm import Answer, SpeechLM
+    from .speechlm import SpeechLM
     from .thinking import split_thinking
 
 __all__ = ["Answer", "Decoding", "SpeechLM", "__version__", "split_thinking"]
 
 # Found when they are asked for, so that importing the package, which every command line does, costs nothing.
-_HOMES = {"Answer": "speechlm", "Decoding": "decoding_choice", "SpeechLM": "speechlm", "split_thinking": "thinking"}
+_HOMES = {"Answer": "answer", "Decoding": "decoding_choice", "SpeechLM": "speechlm", "split_thinking": "thinking"}
 
 
 def __getattr__(name: str) -> Any:

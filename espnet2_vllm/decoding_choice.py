@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Decoding:
         result = {**settings}
         shared = {name: getattr(self, name) for name in _NAMES[family] if getattr(self, name) is not None}
         for modality, block in _BLOCKS[family].items():
-            own = dict(getattr(self, modality) or {})
+            own = dict(_mapping(modality, getattr(self, modality) or {}))
             wanted = {_NAMES[family][name]: value for name, value in shared.items()}
             if modality == "audio" and self.cfg is not None:
                 wanted["cfg"] = self.cfg
@@ -91,6 +92,10 @@ class Decoding:
             if block in settings or own:
                 result[block] = {**(settings.get(block) or {}), **wanted, **own}
         if self.enforce_modality is not None:
+            if isinstance(self.enforce_modality, str) or not isinstance(self.enforce_modality, Sequence):
+                raise ConfigError(
+                    f"enforce_modality: expected modalities, ('text', 'audio'), got {self.enforce_modality!r}"
+                )
             result["enforce_modality"] = list(self.enforce_modality)
         return result
 
@@ -110,14 +115,22 @@ def settings_of(family: str, *choices: Decoding | Mapping[str, Any] | str | Path
     return settings
 
 
+def _mapping(modality: str, settings: Any) -> Mapping[str, Any]:
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{modality}: expected settings by their names, got {settings!r}")
+    return settings
+
+
 def _read(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, (str, PathLike)):
+        raise ConfigError(f"decoding settings: expected Decoding, a mapping or a yaml file, got {source!r}")
     import yaml
 
     try:
         found = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{source}: cannot be read as decoding settings: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{source}: expected decoding settings (blocks of modalities), found {type(found).__name__}")

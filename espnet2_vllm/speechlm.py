@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
+import operator
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .answer import Answer, generated_segments, only_answer, wav_bytes
 from .decoding_choice import Decoding, settings_of
 from .drive import draw_seed
 from .errors import CheckpointError, ConfigError, DataError, SpeechLMError
 from .generation import Generation
-from .plan import FAILED, REFUSED, Result, Segment, Utterance
+from .plan import REFUSED, Result, Utterance
 from .prompt.conversation import checked_messages, is_conversation, load_codes, opuslm_conversation
 
 if TYPE_CHECKING:
@@ -47,33 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DESCRIBE = "Describe the audio."
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a conversation was answered.
-
-    Attributes:
-        messages: ``["assistant", modality, content]`` of each segment; audio as (samples [n] float32, rate).
-        outcome: of ``plan.Result``: ``ok``, ``length``, ``no_audio``, ``abort`` or ``refused``; ``reason`` says why.
-        result: rows, log-probabilities and further hypotheses.
-    """
-
-    messages: tuple[tuple[str, str, Any], ...]
-    outcome: str
-    reason: str
-    result: Result
-
-    @property
-    def text(self) -> str:
-        """Of all text segments, a line each."""
-        return "\n".join(content for _, modality, content in self.messages if modality == "text")
-
-    @property
-    def audio(self) -> tuple[np.ndarray, int] | None:
-        """The last audio segment that has samples."""
-        spoken = [content for _, modality, content in self.messages if modality == "audio" and content is not None]
-        return spoken[-1] if spoken else None
 
 
 class SpeechLM:
@@ -94,6 +68,7 @@ class SpeechLM:
         units: UnitsDescription | None = None,
         **options: Any,
     ) -> None:
+        from .backends import check_engine
         from .bin.options import choose_device
         from .plan import LONG_AUDIO
         from .prompt.bagpiper import listening_of
@@ -103,6 +78,7 @@ class SpeechLM:
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
         self.device = choose_device(device, gpu=True)
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
+        check_engine(backend, self.dtype)
         self.decoding, self.units = decoding, units
         self.notes: Counter[str] = Counter()
         self.listening = listening_of(checkpoint, long_audio)
@@ -132,6 +108,7 @@ class SpeechLM:
             ConfigError: for an option or setting that cannot be used.
         """
         from .checkpoint import ensure_converted
+        from .checkpoint.hub import find_folder
 
         return cls(ensure_converted(find_folder(name), model_file, vocab_order=vocab_order), **options)
 
@@ -167,15 +144,21 @@ class SpeechLM:
             DataError, ...: if the one conversation is refused. Of many, the refused ones have that outcome.
         """
         futures, single = self._begin(messages, decoding, answer, seed)
-        answers = self._answers([future.result() for future in futures])
-        return _only(answers) if single else answers
+        try:
+            results = [future.result() for future in futures]
+        except BaseException:  # interrupted: nobody waits for the others any more
+            for future in futures:
+                future.cancel()
+            raise
+        answers = self._answers(results)
+        return only_answer(answers) if single else answers
 
     async def generate_async(self, messages: Sequence[Any], *args: Any, **options: Any) -> Answer | list[Answer]:
         """``generate`` for coroutines: many calls at once are batched by the engine."""
         futures, single = await asyncio.to_thread(self._begin, messages, *_arguments(*args, **options))
         results = await asyncio.gather(*map(asyncio.wrap_future, futures))
         answers = await asyncio.to_thread(self._answers, results)
-        return _only(answers) if single else answers
+        return only_answer(answers) if single else answers
 
     async def stream(
         self,
@@ -192,7 +175,7 @@ class SpeechLM:
         """
         from .streaming import Streamer
 
-        config, seed = self.config(decoding), draw_seed() if seed is None else seed
+        config, seed = self.config(decoding), _checked_seed(seed)
         (utterance,) = await asyncio.to_thread(self.utterances, [messages], answer, seed)
         if isinstance(utterance, SpeechLMError):
             raise utterance
@@ -226,11 +209,16 @@ class SpeechLM:
         return None if found.audio is None else wav_bytes(*found.audio), found.text
 
     def close(self) -> None:
+        """Ends what is in flight, and frees engine, codec and encoder; a later call makes them anew."""
         with self._lock:
             if self._thread is not None:
                 self._thread.close()
                 self._engine.close()
             self._thread = self._engine = None
+            if "speech" in self.__dict__:
+                self.speech.close()
+            for part in ("speech", "tower", "tokeniser"):
+                self.__dict__.pop(part, None)
 
     def __enter__(self) -> SpeechLM:
         return self
@@ -365,8 +353,12 @@ class SpeechLM:
         seed: int | None = None,
     ) -> tuple[list[Future[Result]], bool]:
         config = self.config(decoding)
+        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+            raise DataError(
+                f"messages: expected a list of [role, modality, content], or many such lists, got {messages!r}"
+            )
         single = is_conversation(messages)
-        seed = draw_seed() if seed is None else seed
+        seed = _checked_seed(seed)
         futures = []
         items = self.utterances([messages] if single else messages, answer, seed)
         for place, item in enumerate(items):
@@ -387,78 +379,47 @@ class SpeechLM:
         content_of = bagpiper_content if layout.family == "bagpiper" else opuslm_content
         decode_text = getattr(self.tokenizer, f"decode_{layout.family}")
         messages: list[list[list[Any]]] = []
-        spoken: list[tuple[list[Any], np.ndarray]] = []
-        for result in results:
+        spoken: list[tuple[int, list[Any], np.ndarray]] = []
+        results = list(results)
+        for place, result in enumerate(results):
             messages.append([])
-            for segment in _generated(result):
+            for segment in generated_segments(result):
                 content = content_of(layout, segment)
                 message = ["assistant", segment.modality, None]
                 if content.text is not None:
                     message[2] = decode_text(content.text)
                 elif content.codes is not None and len(content.codes):
-                    spoken.append((message, content.codes))
+                    spoken.append((place, message, content.codes))
                 messages[-1].append(message)
         if spoken:
             with self._lock:
-                sounds = self.speech.decode([codes for _, codes in spoken])
-            for (message, _), sound in zip(spoken, sounds, strict=True):
+                sounds = self.speech.decode([codes for _, _, codes in spoken])
+                rate = self.speech.sample_rate
+            for (place, message, _), sound in zip(spoken, sounds, strict=True):
                 if isinstance(sound, SpeechLMError):
-                    raise sound
-                message[2] = sound, self.speech.sample_rate
+                    results[place] = replace(results[place], outcome=REFUSED, reason=str(sound))
+                else:
+                    message[2] = sound, rate
         return [
             Answer(tuple(map(tuple, found)), result.outcome, result.reason, result)
             for found, result in zip(messages, results, strict=True)
         ]
 
 
-def wav_bytes(samples: np.ndarray, rate: int) -> bytes:
-    """A 16-bit wav file of [n] float samples, as ESPnet writes them."""
-    import soundfile
-
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples, rate, subtype="PCM_16", format="WAV")
-    return buffer.getvalue()
+def _checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return draw_seed()
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise ConfigError(f"seed: expected a whole number, or None to draw one, got {seed!r}") from None
 
 
 def _sounds(utterance: Utterance) -> bool:
     return any(getattr(part, "continuous", ()) for part in utterance.parts)
 
 
-def _generated(result: Result) -> list[Segment]:
-    """Generated segments of the first hypothesis, then the last one of each other."""
-    if not result.hypotheses:
-        return []
-    first, *others = result.hypotheses
-    return [*(s for s in first.segments if s.generated), *(other.segments[-1] for other in others)]
-
-
-def _only(answers: list[Answer]) -> Answer:
-    (answer,) = answers
-    if answer.outcome in FAILED:
-        raise DataError(answer.reason)
-    return answer
-
-
 def _arguments(
     decoding: Any = None, *, answer: Sequence[str] = ("text",), seed: int | None = None
 ) -> tuple[Any, Sequence[str], int | None]:
     return decoding, answer, seed
-
-
-def find_folder(name: str | Path) -> Path:
-    """A file or folder that is here, or the hub's files of that tag. CheckpointError if there are none."""
-    return Path(name) if Path(name).exists() else _download(str(name))
-
-
-def _download(tag: str) -> Path:
-    """The hub's files of ``tag``, fetched if they are not here."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(tag))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{tag}: there is no such folder, and the hub gave no checkpoint of that name "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error

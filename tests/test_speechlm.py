@@ -2,9 +2,12 @@
 
 import asyncio
 import io
+import itertools
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -170,6 +173,88 @@ def test_what_cannot_be_opened():
         SpeechLM.from_pretrained(contaudio(), long_audio="cuts")
     with pytest.raises(ConfigError, match="temprature"):
         SpeechLM.from_pretrained(contaudio(), decoding={"text": {"temprature": 1, "topk": 2, "max_step": 3}})
+
+
+def test_settings_and_messages_of_the_wrong_kind_are_named(tmp_path):
+    binary = tmp_path / "inference.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    hello = [["user", "text", "hello"]]
+    with SpeechLM.from_pretrained(contaudio(), backend="pytorch") as opened:
+        for wrong in (
+            3, binary, Decoding(text="x"), Decoding(enforce_modality=3), Decoding(enforce_modality="text"),
+            Decoding(cfg="3"), Decoding(cfg=float("nan")), Decoding(temperature=float("nan")),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError):
+                opened.generate(hello, wrong)
+        for seed in ("x", 1.5, float("nan")):
+            with pytest.raises(ConfigError, match="seed: expected a whole number"):
+                opened.generate(hello, seed=seed)
+        for messages in (None, "hello", 3):
+            with pytest.raises(DataError, match="expected a list"):
+                opened.generate(messages)
+        sounds = [np.zeros(16000, np.float32), "16k"], [np.zeros(16000), float("nan")], [np.zeros((16000, 2)), 16000]
+        found = opened.generate([[["user", "audio", clip]] for clip in sounds] + [hello], GREEDY)
+        assert [answer.outcome for answer in found[:-1]] == ["refused"] * 3 and found[-1].outcome != "refused"
+        assert "'16k'" in found[0].reason and "nan" in found[1].reason and "transpose" in found[2].reason
+    for options in ({"backend": "vlm"}, {"backend": "pytorch", "dtype": "float31"}):
+        with pytest.raises(ConfigError, match="did you mean"):
+            SpeechLM.from_pretrained(contaudio(), **options)
+
+
+def test_a_clip_that_the_codec_cannot_decode_refuses_its_answer_alone(monkeypatch):
+    from espnet2_vllm.codec.service import CodecService
+    from espnet2_vllm.errors import CodecError
+
+    spoken = Decoding(enforce_modality=("audio",), max_step=30, min_step=30)
+    submit, count = CodecService.submit, itertools.count()
+
+    def failing(service, codes):
+        if next(count) != 1:
+            return submit(service, codes)
+        future = Future()
+        future.set_exception(CodecError("no sound"))
+        return future
+
+    monkeypatch.setattr(CodecService, "submit", failing)
+    with SpeechLM.from_pretrained(contaudio(), backend="pytorch") as opened:
+        found = opened.generate([[["user", "text", "hello"]]] * 3, spoken, seed=3)
+    assert [answer.outcome for answer in found] == [found[0].outcome, "refused", found[0].outcome]
+    assert found[1].reason == "no sound" and found[1].audio is None
+    assert found[0].audio is not None and found[2].audio is not None
+
+
+def test_close_ends_the_codecs_thread_and_a_later_call_begins_anew():
+    opened = SpeechLM.from_pretrained(contaudio(), backend="pytorch")
+    spoken = Decoding(enforce_modality=("audio",), max_step=30, min_step=30)
+    before = threading.active_count()
+    first = opened.generate([["user", "text", "hello"]], spoken, seed=3)
+    assert threading.active_count() > before
+    opened.close()
+    assert threading.active_count() == before
+    with opened:
+        again = opened.generate([["user", "text", "hello"]], spoken, seed=3)
+    np.testing.assert_array_equal(again.audio[0], first.audio[0])
+
+
+def test_a_coroutine_that_leaves_takes_its_request_along(model, monkeypatch):
+    from espnet2_vllm.generation import Generation
+
+    ended = []
+    monkeypatch.setattr(Generation, "_done", lambda *args: ended.append(args))
+    endless = Decoding(enforce_modality=("audio",), max_step=2000, min_step=2000)
+
+    async def leave():
+        task = asyncio.create_task(model.generate_async([["user", "text", "hello"]], endless, seed=3))
+        while not model.engine._tasks:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while model.engine._tasks:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert not ended, "the request ran to its end"
+    monkeypatch.undo()
+    assert model.generate([["user", "text", "hello"]], GREEDY).outcome != "refused"
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

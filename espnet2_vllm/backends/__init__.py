@@ -14,7 +14,7 @@ from .run import decode
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["BACKENDS", "DTYPES", "Engine", "decode", "make_engine"]
+__all__ = ["BACKENDS", "DTYPES", "Engine", "check_engine", "decode", "make_engine"]
 
 _ENGINES = {"vllm": ("vllm", "VllmEngine"), "pytorch": ("pytorch", "PyTorchEngine")}
 BACKENDS = tuple(_ENGINES)
@@ -34,8 +34,7 @@ def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -
         ConfigError: for an unknown backend, dtype or option, naming the nearest valid one.
         EngineError: if the backend is not installed or cannot run here.
     """
-    _check_choice("backend", name, BACKENDS)
-    _check_choice("dtype", dtype, DTYPES)
+    check_engine(name, dtype)
     module, class_name = _ENGINES[name]
     try:
         engine_class = getattr(importlib.import_module(f".{module}", __package__), class_name)
@@ -52,6 +51,12 @@ def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -
         for option in options:
             _check_choice(f"option of the {name} backend", option, known)
     return engine_class(checkpoint, dtype=dtype, **options)
+
+
+def check_engine(name: str, dtype: str) -> None:
+    """ConfigError for an unknown backend or dtype, naming the nearest valid one."""
+    _check_choice("backend", name, BACKENDS)
+    _check_choice("dtype", dtype, DTYPES)
 
 
 def _check_choice(what: str, value: str, valid: tuple[str, ...]) -> None:

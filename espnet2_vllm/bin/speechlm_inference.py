@@ -184,7 +184,7 @@ def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig
         args.data_path_and_name_and_type = args.data_path_and_name_and_type[0]
     tag = args.model_tag if "model_tag" in given else config.cli.get("model_tag", args.model_tag)
     if tag:
-        from ..speechlm import find_folder
+        from ..checkpoint.hub import find_folder
 
         args.train_config, args.model_file = str(find_folder(tag)), None
         given |= {"train_config", "model_file"}

@@ -43,8 +43,18 @@ def _content(content: Any) -> Any:
     if isinstance(content, Sequence) and not isinstance(content, str) and len(content) == 2:
         samples, rate = content
         if hasattr(samples, "__array__") or isinstance(samples, Sequence):
-            return np.asarray(samples), int(rate)
+            return _clip(np.asarray(samples), rate)
     return content
+
+
+def _clip(samples: np.ndarray, rate: Any) -> tuple[np.ndarray, int]:
+    if not isinstance(rate, (int, float, np.integer, np.floating)) or not float(rate).is_integer():
+        raise DataError(f"audio must be (samples, rate) with a whole number of Hz, got the rate {rate!r}")
+    if samples.ndim == 2 and samples.shape[0] > samples.shape[1]:
+        raise DataError(
+            f"samples of shape {samples.shape} are [n, channels]; expected [n] or [channels, n]: transpose them"
+        )
+    return samples, int(rate)
 
 
 def is_conversation(messages: Any) -> bool:

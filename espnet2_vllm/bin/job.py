@@ -107,6 +107,8 @@ def run_job(
     from ..audio.ahead import encoded
     from ..backends import decode
 
+    for writer in writers:
+        writer.journal.begin()
     tally = Tally()
     keys: dict[ResultWriter, list[str]] = {writer: [] for writer in writers}
     begun: dict[str, tuple[ResultWriter, float]] = {}

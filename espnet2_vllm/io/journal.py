@@ -141,13 +141,28 @@ class Journal:
         try:
             _sweep(directory)
             settings = json.loads(json.dumps(settings))  # as it will be read back: tuples are lists, keys are strings
-            if not (resume and self._load(settings)):
-                self._start(settings)
-            self._file = open(self.path, "ab")  # noqa: SIM115
-            self._tokens = open(self._tokens_path, "ab")  # noqa: SIM115
+            self._file = self._tokens = None
+            self._settings = settings
+            if resume and self._load(settings):
+                self._open()
+            elif not self.path.exists():
+                self.begin()
         except BaseException:
             self._lock.close()
             raise
+
+    def begin(self) -> None:
+        """Sets an earlier journal aside if it cannot be gone on with; the first thing that is saved does so too.
+
+        Not before, because a run may still be refused (by the engine, for an option): it must not cost what is finished.
+        """
+        if self._file is None:
+            self._start(self._settings)
+            self._open()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "ab")  # noqa: SIM115
+        self._tokens = open(self._tokens_path, "ab")  # noqa: SIM115
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def finished(self, key: str, input_digest: str) -> bool:
@@ -170,12 +185,14 @@ class Journal:
     # -- writing ------------------------------------------------------------------------------------------------------
     def save_tokens(self, tokens: np.ndarray) -> tuple[int, int]:
         """Appends [n] ids; returns their place (byte, count) for the record."""
+        self.begin()
         start = self._tokens.tell()
         self._tokens.write(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
         return start, tokens.size
 
     def append(self, record: Record) -> None:
         """Writes one line, after the tokens before it have reached the file."""
+        self.begin()
         self._tokens.flush()
         speed = round(record.rows / record.seconds, 2) if record.seconds else None
         self._file.write(json.dumps(asdict(record) | {_SPEED: speed}).encode() + b"\n")
@@ -184,7 +201,8 @@ class Journal:
 
     def close(self) -> None:
         for file in (self._file, self._tokens, self._lock):
-            file.close()
+            if file is not None:
+                file.close()
 
     # -- opening ------------------------------------------------------------------------------------------------------
     def _start(self, settings: Mapping[str, Any]) -> None:

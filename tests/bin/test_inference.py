@@ -273,6 +273,16 @@ def test_other_settings_start_over(model, tmp_path, caplog):
     assert "taken over" not in caplog.text and "seed: 42, now 1" in caplog.text
 
 
+@pytest.mark.parametrize("more", [["--engine-option", "max_rwos=9"], ["--overwrite", "--engine-option", "max_rwos=9"]])
+def test_a_run_that_the_engine_refuses_costs_nothing(model, tmp_path, caplog, more):
+    caplog.set_level(logging.INFO)
+    arguments = model, settings(model), dataset(model, {"a": "hello"}), tmp_path / "out"
+    assert bagpiper(*arguments) == 0
+    run_refused(caplog, 2, ["max_rwos", "unknown"], *arguments, *more)
+    assert bagpiper(*arguments) == 0
+    assert "1 of them taken over" in caplog.text
+
+
 def test_a_directory_in_use_is_refused(model, tmp_path, caplog):
     from espnet2_vllm.io.journal import Journal
 

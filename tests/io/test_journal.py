@@ -104,7 +104,9 @@ def test_a_file_of_something_else_is_set_aside(tmp_path):
     opened(tmp_path).close()
     path = tmp_path / ".journal" / "journal.jsonl"
     path.write_text("{}\n", encoding="utf-8")
-    assert not opened(tmp_path).records
+    journal = opened(tmp_path)
+    assert not journal.records and path.read_text(encoding="utf-8") == "{}\n"
+    journal.begin()
     assert path.with_name("journal.old.jsonl").read_text(encoding="utf-8") == "{}\n"
 
 
@@ -114,10 +116,23 @@ def test_other_settings_start_over_and_are_named(tmp_path, caplog):
     journal.close()
     other = Journal(tmp_path, {"seed": 1, "decoding": {"topk": 5, "enforce": ["text"]}})
     assert not other.records
+    other.begin()
     assert "seed: 0, now 1" in caplog.text and "decoding.enforce: ['audio'], now ['text']" in caplog.text
     assert "topk" not in caplog.text
     old = json.loads((tmp_path / ".journal" / "journal.old.jsonl").read_text("utf-8").splitlines()[1])
     assert old["key"] == "a"
+
+
+@pytest.mark.parametrize(("settings", "options"), [({"seed": 1}, {}), (SETTINGS, {"resume": False})])
+def test_a_run_that_never_begins_costs_nothing(tmp_path, settings, options):
+    journal = opened(tmp_path)
+    place = journal.save_tokens(np.arange(3))
+    journal.append(replace(RECORD, files=()))
+    journal.close()
+    Journal(tmp_path, settings, **options).close()
+    again = opened(tmp_path)
+    assert list(again.records) == ["a"]
+    np.testing.assert_array_equal(again.load_tokens(place), np.arange(3))
 
 
 def test_no_resume_starts_over(tmp_path):

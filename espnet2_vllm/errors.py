@@ -1,5 +1,7 @@
 """Errors that a user can act on: each message says what, where, what was expected and what to do."""
 
+import sys
+
 
 class SpeechLMError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -31,3 +33,9 @@ class EngineError(SpeechLMError):
 
 class AbortError(EngineError):
     """The engine gave up a request that it had begun. Other requests go on; the same request may well succeed later."""
+
+
+def complain(command: str, error: SpeechLMError | OSError) -> int:
+    """Says on stderr why ``command`` ends; its exit code. An OSError: output that cannot be written there."""
+    print(f"{command}: {error}", file=sys.stderr)
+    return error.exit_code if isinstance(error, SpeechLMError) else 1

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import SpeechLMError
+from ..errors import SpeechLMError, complain
 
 if TYPE_CHECKING:
     from ..reports.trees import TreeComparison
@@ -53,12 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = get_parser().parse_args(argv)
     try:
         comparison = compare_trees(args.a, args.b, wav_tolerance=args.wav_tolerance)
-    except SpeechLMError as error:
-        print(f"espnet2-vllm compare: {error}", file=sys.stderr)
-        return error.exit_code
+        if args.json is not None:
+            _write(args, comparison)
+    except (SpeechLMError, OSError) as error:
+        return complain("espnet2-vllm compare", error)
     print(summary(comparison))
-    if args.json is not None:
-        _write(args, comparison)
     return int(comparison.share > args.max_differing)
 
 

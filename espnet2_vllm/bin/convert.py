@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from ..checkpoint import convert
     from ..checkpoint.conversion import parse_size
-    from ..errors import SpeechLMError
+    from ..errors import SpeechLMError, complain
 
     try:
         report = convert(
@@ -72,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             shard_size=parse_size(args.shard_size),
             dtype=args.dtype,
         )
-    except SpeechLMError as error:
-        print(f"espnet2-vllm convert: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("espnet2-vllm convert", error)
     print("\n".join(report.lines))
     return 0
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.keyed import read_keyed, write_keyed
 from espnet2_vllm.io.names import safe_file_name
 
@@ -96,9 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--fs must be a sample rate in Hz, not {args.fs}")
         notes: Counter[str] = Counter()
         written, failures = format_directory(args.data_dir, args.output_dir, args.fs, notes)
-    except SpeechLMError as error:
-        print(f"format_audio: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("format_audio", error)
     for note, count in sorted(notes.items()):
         print(f"format_audio: {count} {note}", file=sys.stderr)
     for message in failures:

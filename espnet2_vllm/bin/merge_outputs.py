@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from espnet2_vllm.bin.split_data import task_of, utterances_of
-from espnet2_vllm.errors import DataError, SpeechLMError
+from espnet2_vllm.errors import DataError, SpeechLMError, complain
 from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.journal import FOLDER as JOURNAL_FOLDER
@@ -172,9 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             missing = [key for key in ids if key not in keys]
         report(args.output_dir, ids, missing, journalled(jobs))
         _write_report(args.output_dir, jobs)
-    except SpeechLMError as error:
-        print(f"merge_outputs: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("merge_outputs", error)
     return 1 if missing else 0
 
 

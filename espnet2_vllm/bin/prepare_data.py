@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.keyed import read_keyed, sorted_by_key, write_keyed
 
@@ -187,9 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.question and (args.family, args.task) != ("bagpiper", "dialogue"):
             raise ConfigError("--question: recordings are asked about in task dialogue of family bagpiper only")
         ids = tasks[args.task](args)
-    except SpeechLMError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("prepare_data", error)
     print(f"{args.output_dir}: {len(ids)} utterances of {args.task}")
     return 0
 

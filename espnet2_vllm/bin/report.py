@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import SpeechLMError
+from ..errors import SpeechLMError, complain
 from ..io.journal import FOLDER
 from ..reports.collect import collect, text_table, write_run
 from ..reports.page import write_report
@@ -60,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = collect(args.directories, args.title or str(args.directories[0]))
         page = write_report(report, args.output_dir or args.directories[0])
-    except SpeechLMError as error:
-        print(f"espnet2-vllm report: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("espnet2-vllm report", error)
     print(f"{report.title}\n{text_table(report.table())}\nreport: {page}")
     return 1 if report.failures else 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.keyed import read_keyed
 
@@ -72,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output:
             with whole_file(args.output) as file:
                 json.dump({"utmos": scores, "failures": failures}, file, indent=4, ensure_ascii=False)
-    except SpeechLMError as error:
-        print(f"score_speech: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("score_speech", error)
     for key in [*failures][:_NAMED]:
         print(f"score_speech: {key}: {failures[key]}", file=sys.stderr)
     mean = f"{np.mean(list(scores.values())):.3f}" if scores else "none"

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from espnet2_vllm.bin.split_data import entries_of, task_of, utterances_of
-from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
+from espnet2_vllm.io.json_lines import keyed_messages
 from espnet2_vllm.io.keyed import read_keyed
 
 _NAMED = 20  # keys that a line names
@@ -87,9 +88,7 @@ def load_files(references: Path, hypotheses: Path, task: str | None) -> Set:
     """
     found: dict[str, str | None] = {}
     if hypotheses.suffix == ".json":
-        written = _results(hypotheses)
-        records = written if isinstance(written, list) else [written]
-        for key, turns in (item for record in records for item in record.items()):
+        for key, turns in keyed_messages(_results(hypotheses), hypotheses):
             spoken = [turn for turn in turns if turn[0] == "assistant" and turn[1] in ("text", "text_bpe")]
             found[key] = _last(spoken, spoken[-1][1]) if spoken else None
     else:
@@ -196,9 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         scores = score(scored)
         with whole_file(scored.results / "score.json") as file:
             json.dump(scores, file, indent=4, ensure_ascii=False)
-    except SpeechLMError as error:
-        print(f"score_text: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("score_text", error)
     print(
         f"{scored.results}: WER {100 * scores['wer']:.2f} %, CER {100 * scores['cer']:.2f} % over {scores['utterances']} "
         f"utterances, {len(scores['without_result'])} of them without a result"

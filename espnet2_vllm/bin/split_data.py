@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError
+from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.kaldi import locate
@@ -162,9 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output_dir is None or args.nj < 1:
             raise ConfigError(f"--output-dir is needed, and --nj must be at least 1 (is {args.nj})")
         print(split(args.data_json, args.nj, args.output_dir))
-    except SpeechLMError as error:
-        print(f"split_data: {error}", file=sys.stderr)
-        return error.exit_code
+    except (SpeechLMError, OSError) as error:
+        return complain("split_data", error)
     return 0
 
 

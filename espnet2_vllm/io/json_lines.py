@@ -6,7 +6,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +83,23 @@ def distinct_ids(values: list[Any], where: str) -> tuple[str, ...]:
     if twice:
         raise DataError(f"{where} come twice: {', '.join(twice[:5])}")
     return tuple(values)
+
+
+def keyed_messages(
+    found: Any, path: Path, *, fields: Collection[int] = (3, 4)
+) -> Iterator[tuple[str, list[list[Any]]]]:
+    """Key and messages of each utterance in what ESPnet's ``results.json`` (a mapping) or ``dialogue.json`` (a list of them) holds.
+
+    Args:
+        path: of the file, for messages. fields: how many a message has (3 in ``results.json``, 4 in ``dialogue.json``).
+
+    Raises:
+        DataError: if it holds something else.
+    """
+    for record in found if isinstance(found, list) else [found]:
+        if not isinstance(record, dict):
+            raise DataError(f"{path}: expected messages by key, found {type(record).__name__}")
+        for key, messages in record.items():
+            if not isinstance(messages, list) or not all(isinstance(m, list) and len(m) in fields for m in messages):
+                raise DataError(f"{path}: {key}: expected a list of [role, modality, ...], found {str(messages)[:80]}")
+            yield key, messages

@@ -141,14 +141,13 @@ def collect(directories: Iterable[Path], title: str, keys: Iterable[str] | None 
         keys: of the results that count; None is all that the journals hold.
 
     Raises:
-        DataError: if none has a journal, or one is damaged before its last line.
+        DataError: if one has no journal at all, or one is damaged before its last line.
     """
     directories = list(directories)
-    places = [place for directory in directories for place in _with_journal(directory)]
-    if not places:
-        raise DataError(
-            f"{', '.join(map(str, directories))}: no journal there or up to two folders below; nothing was decoded"
-        )
+    found = {directory: _with_journal(directory) for directory in directories}
+    if missing := [str(directory) for directory, places in found.items() if not places]:
+        raise DataError(f"{', '.join(missing)}: no journal there or up to two folders below; nothing was decoded")
+    places = [place for places in found.values() for place in places]
     wanted = None if keys is None else set(keys)
     return Report(title, tuple(_job(place, wanted) for place in places))
 

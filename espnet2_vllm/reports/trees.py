@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..io.json_lines import keyed_messages
 from ..io.keyed import read_keyed
 from ..io.names import safe_file_name
 
@@ -117,17 +118,16 @@ def read_turns(path: Path) -> Iterator[tuple[str, Item]]:
     """Turns of a ``dialogue.json``, by ``key/turn``."""
     scp = path.with_name("dialogue_token.scp")
     ids = read_keyed(scp) if scp.is_file() else {}
-    for record in (record for records in _load(path) for record in records):
-        for key, turns in record.items():
-            for number, (_, modality, _, content) in enumerate(turns):
-                text = modality == "text_bpe"
-                name = f"{key}_segment{number}"
-                yield f"{key}/{number}", Item(content if text else None, None if text else content, ids.get(name))
+    for key, turns in (item for records in _load(path) for item in keyed_messages(records, path, fields=(4,))):
+        for number, (_, modality, _, content) in enumerate(turns):
+            text = modality == "text_bpe"
+            name = f"{key}_segment{number}"
+            yield f"{key}/{number}", Item(content if text else None, None if text else content, ids.get(name))
 
 
 def _messages(root: Path, path: Path) -> Iterator[tuple[str, Item]]:
     (results,) = _load(path)
-    for key, messages in results.items():
+    for key, messages in keyed_messages(results, path, fields=(3,)):
         scores = path.parent / ".scores" / safe_file_name(key, ".npz")
         for number, (_, modality, content) in enumerate(messages, 1):
             content = content[0] if isinstance(content, list) else content

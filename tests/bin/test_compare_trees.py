@@ -157,6 +157,21 @@ def test_what_is_no_tree_is_refused(make, message, asr, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "[1, 2]", "3", '{"a": 3}', '{"a": [3]}', '{"a": [["assistant", "text"]]}', "{bad"]
+)
+@pytest.mark.parametrize("name", ["results.json", "dialogue.json"])
+def test_results_of_another_shape_are_named(name, text, tmp_path, capsys):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert compare.main([str(tmp_path), str(tmp_path)]) == 1
+    assert name in capsys.readouterr().err
+
+
+def test_differences_that_cannot_be_written(asr, tmp_path, capsys):
+    assert compare.main([*map(str, asr), "--json", str(tmp_path)]) == 1
+    assert "espnet2-vllm compare: " in capsys.readouterr().err
+
+
 def test_a_threshold_is_a_share(asr, capsys):
     with pytest.raises(SystemExit) as stop:
         compare.main([str(asr[0]), str(asr[1]), "--max-differing", "3"])

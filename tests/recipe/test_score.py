@@ -112,6 +112,13 @@ def test_json_results(tmp_path, name):
     assert done.returncode == 0 and "WER 0.00 %, CER 0.00 %" in done.stdout, done.stderr
 
 
+def test_results_of_another_shape_are_named(tmp_path):
+    (tmp_path / "ref").write_text("a one two\n", encoding="utf-8")
+    write(tmp_path / "results.json", [1, 2])
+    done = score_sh("--ref", tmp_path / "ref", "--hyp", tmp_path / "results.json")
+    assert done.returncode == 1 and "results.json: expected messages by key, found int" in done.stderr
+
+
 def test_options_that_do_not_go_together(tmp_path):
     assert score_sh().returncode == 2
     assert score_sh("--hyp", "x").returncode == 2

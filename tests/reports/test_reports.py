@@ -217,7 +217,13 @@ def test_the_command(jobs, tmp_path, capsys):
     assert command.main([*map(str, jobs), "--output-dir", str(tmp_path / "report"), "--title", "mine"]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("mine\n") and "3 ok" in shown and (tmp_path / "report" / "report.html").is_file()
-    assert command.main([str(job(tmp_path / "good", Record("u", "ok", rows=1)))]) == 0
+    good = str(job(tmp_path / "good", Record("u", "ok", rows=1)))
+    assert command.main([good]) == 0
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert command.main([good, "--output-dir", str(tmp_path / "file")]) == 1
+    assert "espnet2-vllm report: " in capsys.readouterr().err
+    assert command.main([good, str(tmp_path / "gone")]) == 1
+    assert "gone: no journal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

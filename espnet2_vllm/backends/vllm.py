@@ -16,7 +16,7 @@ from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
-from ..errors import AbortError, EngineError
+from ..errors import AbortError, ConfigError, EngineError
 from ..plan import RowRequest, RowResult
 from ..protocol import BagpiperRules
 from ..protocol.bagpiper import MAX_ENFORCED
@@ -73,6 +73,7 @@ class VllmEngine:
         version: of vLLM.
 
     Raises:
+        ConfigError: for an option that vLLM does not take, or that is not the user's to set.
         EngineError: if vLLM is missing, outside the supported range, or refuses to start.
     """
 
@@ -128,7 +129,7 @@ class VllmEngine:
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"scheduler_cls": SCHEDULERS[checkpoint.layout.family], "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):
-            raise EngineError(f"engine option {name} is set by the backend itself")
+            raise ConfigError(f"engine option {name} is set by the backend itself")
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
         if cpu:
             defaults["enforce_eager"] = True  # compiling takes longer than most runs on a CPU
@@ -139,7 +140,7 @@ class VllmEngine:
         try:
             config = EngineArgs(**fixed, **{**defaults, **options}).create_engine_config()
         except (TypeError, ValueError) as error:
-            raise EngineError(f"vLLM refused the engine options {options}: {error}") from error
+            raise ConfigError(f"vLLM refused the engine options {options}: {error}") from error
         check_options(config, cpu=cpu)
         check_symbols(self.version, cpu=cpu, v2=config.use_v2_model_runner)
         return config

@@ -238,6 +238,7 @@ class CodecService:
         with self.decoder.context() if streams else contextlib.nullcontext():
             try:
                 features = self.codec.push_features(taken) if taken else []
+                found = [stream.window(part) for stream, part in zip(streams, features, strict=True)]
             except SpeechLMError as error:  # codes that are none, found before anything was changed
                 if len(streams) == 1:
                     self._fail(streams[0], error)
@@ -250,7 +251,6 @@ class CodecService:
                 for stream in streams:
                     self._fail(stream, error)
                 return
-            found = [stream.window(part) for stream, part in zip(streams, features, strict=True)]
         for stream, window in zip(streams, found, strict=True):
             if window is not None:
                 yield stream, *window

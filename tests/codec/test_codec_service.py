@@ -252,7 +252,9 @@ def test_the_first_chunk_waits_until_the_clip_is_known_not_to_be_silent(frames, 
         heard = Heard()
         stream = service.open(ChunkSizes(1, 1), heard)
         stream.push(codes)
-        time.sleep(0.05)
+        until = time.monotonic() + (SECONDS if loud else 0.05)
+        while not heard.chunks and time.monotonic() < until:
+            time.sleep(0.01)
         assert bool(heard.chunks) == loud
         stream.end()
         wav = heard.wav()
@@ -316,6 +318,23 @@ def test_wrong_codes_in_one_of_many_growing_clips_are_its_own_outcome():
                 assert isinstance(one.error, DataError)
             else:
                 np.testing.assert_allclose(one.wav(), codec.decode(codes), rtol=0, atol=BOUND)
+
+
+def test_a_device_without_memory_for_a_growing_clip_does_not_end_the_service(monkeypatch):
+    from espnet2_vllm.codec.service import GrowingClip
+
+    def full(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    codec = tiny_codec("xcodec")
+    codes = random_codes(codec, 40, seed=0)
+    with CodecService(codec) as service:
+        monkeypatch.setattr(GrowingClip, "_take_in", full)
+        heard = Heard()
+        service.open(ChunkSizes(), heard).push(codes)
+        assert heard.done.wait(SECONDS)
+        assert isinstance(heard.error, CodecError)
+        np.testing.assert_allclose(service.submit(codes).result(SECONDS), codec.decode(codes), rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("name", ["dac", "encodec", "funcodec"])

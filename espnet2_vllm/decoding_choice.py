@@ -65,7 +65,8 @@ class Decoding:
         """``decoding`` with ``defaults`` where it says nothing itself."""
         if not isinstance(decoding, Decoding):
             decoding = cls(source=decoding)
-        if isinstance(decoding.source, Mapping):
+        if decoding.source is not None:
+            decoding = replace(decoding, source=_read(decoding.source))
             defaults = {name: value for name, value in defaults.items() if name not in decoding.source}
         return replace(decoding, **{k: v for k, v in defaults.items() if getattr(decoding, k) is None})
 

@@ -270,6 +270,10 @@ def test_settings_over_settings(tmp_path):
     }
     settings = settings_of("opuslm", None, Decoding(temperature=0.0, max_step=30))
     assert settings["codec_ssl"]["topk"] == 1 and settings["text_bpe"]["maxlen"] == 30
+    file.write_text("enforce_modality: [text, text]\n", encoding="utf-8")
+    for said in (file, str(file), Decoding(source=file), {"enforce_modality": ["text", "text"]}):
+        chosen = settings_of("bagpiper", Decoding.over(said, enforce_modality=("text",)))
+        assert chosen["enforce_modality"] == ["text", "text"]
     with pytest.raises(ConfigError, match="for Bagpiper"):
         settings_of("opuslm", Decoding(cfg=2))
     with pytest.raises(ConfigError, match="cannot be read"):

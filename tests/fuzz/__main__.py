@@ -45,6 +45,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    for wrong, message in (
+        (args.minutes is not None and args.minutes <= 0, "--minutes must be above 0"),
+        (args.worlds is not None and args.worlds <= 0, "--worlds must be above 0"),
+        (args.soak is not None and args.soak <= 0, "--soak must be above 0"),
+        (args.seeds and args.seeds[0] > args.seeds[1], "--seeds: FIRST is above LAST"),
+    ):
+        if wrong:
+            parser().error(message)
     if args.count:
         print(ledger.table(ledger.read(args.ledger)))
         return 0

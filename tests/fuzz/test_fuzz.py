@@ -30,6 +30,12 @@ def fuzz(*options):
     return done.stdout
 
 
+@pytest.mark.parametrize("options", [["--worlds", 0], ["--minutes", 0], ["--seeds", 5, 3], ["--soak", 0]], ids=str)
+def test_a_run_of_no_worlds_is_no_success(options):
+    with pytest.raises(AssertionError, match="must be above 0|FIRST is above LAST"):
+        fuzz(*options)
+
+
 # -- worlds ------------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_worlds_on_v1():

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError
 from ..plan import FAILED, Given, Utterance
+from .scores import FOLDER as SCORES
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +212,8 @@ class Journal:
             old = self.path.with_name("journal.old.jsonl")
             os.replace(self.path, old)
             log.warning("%s: starting over; the earlier journal is now %s", self.directory, old)
+            # Of tokens that are gone as well; whoever reads the results would take them for the new ones'.
+            shutil.rmtree(self.directory / SCORES, ignore_errors=True)
         self._tokens_path.unlink(missing_ok=True)
         self.path.write_bytes(json.dumps({"journal": FORMAT, "settings": settings}).encode() + b"\n")
 

@@ -19,6 +19,7 @@ from ..errors import DataError
 from ..io.json_lines import keyed_messages
 from ..io.keyed import read_keyed
 from ..io.names import safe_file_name
+from ..io.scores import FOLDER as SCORES
 
 _SOUND = (".wav", ".flac")
 
@@ -128,7 +129,7 @@ def read_turns(path: Path) -> Iterator[tuple[str, Item]]:
 def _messages(root: Path, path: Path) -> Iterator[tuple[str, Item]]:
     (results,) = _load(path)
     for key, messages in keyed_messages(results, path, fields=(3,)):
-        scores = path.parent / ".scores" / safe_file_name(key, ".npz")
+        scores = path.parent / SCORES / safe_file_name(key, ".npz")
         for number, (_, modality, content) in enumerate(messages, 1):
             content = content[0] if isinstance(content, list) else content
             text, ids = modality == "text", str(scores) if number == 1 and scores.is_file() else None

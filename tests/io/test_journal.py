@@ -137,11 +137,15 @@ def test_a_run_that_never_begins_costs_nothing(tmp_path, settings, options):
 
 def test_no_resume_starts_over(tmp_path):
     journal = opened(tmp_path)
+    scores = tmp_path / ".scores" / "a.npz"
+    scores.parent.mkdir()
+    scores.write_bytes(b"of the earlier tokens")
     journal.append(replace(RECORD, files=()))
     journal.save_tokens(np.arange(3))
     journal.close()
     fresh = opened(tmp_path, resume=False)
-    assert not fresh.records and fresh.save_tokens(np.arange(1)) == (0, 1)
+    assert not fresh.records and scores.is_file()
+    assert fresh.save_tokens(np.arange(1)) == (0, 1) and not scores.exists()
 
 
 def _open_elsewhere(directory, queue):

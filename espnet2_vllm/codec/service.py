@@ -277,7 +277,7 @@ class CodecService:
 def _outcome(error: Exception) -> SpeechLMError:
     if isinstance(error, SpeechLMError):
         return error
-    log.error("codec: a clip could not be decoded", exc_info=error)
+    log.debug("codec: a clip could not be decoded", exc_info=error)  # its outcome says it in a sentence
     return CodecError(f"the codec could not decode the clip: {type(error).__name__}: {error}")
 
 

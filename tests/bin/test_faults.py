@@ -284,7 +284,7 @@ def test_bad_prompts_are_refused_and_the_others_come_out_as_alone(tmp_path, monk
 def test_a_client_that_goes_away_leaves_nothing_behind(job):
     """Whoever stops listening to ``decode`` takes its requests along; what runs beside it ends as if alone."""
     from fuzz.draws import header as header_of
-    from fuzz.draws import text_rows
+    from fuzz.draws import prompt, text_rows
     from stage import Stage
 
     from espnet2_vllm.backends import decode
@@ -298,13 +298,16 @@ def test_a_client_that_goes_away_leaves_nothing_behind(job):
     layout, config = world.layout, load_decoding(job.folder / "inference.yaml", "bagpiper")
     header = header_of(layout, "audio")
     utterances = [Utterance(f"u{i}", (Given(text_rows(layout, world.rng, 5 + i)), Wanted(header))) for i in range(9)]
-    served.submit(*world.requests)
+    # Longer than any of the utterances, so that they are there when the first of these has ended.
+    rules = world.fixed("audio", 150)
+    beside = [world.add(f"beside {i}", prompt(layout, world.rng, 20 + i), rules) for i in range(3)]
+    served.submit(*beside)
     results = decode(served.engine, utterances, config, seed=1)
     next(results)
-    assert served.engine.unfinished > len(world.requests), "nothing was left to leave behind"
+    assert served.engine.unfinished > len(beside), "nothing was left to leave behind"
     results.close()
     found = served.run()
-    assert found, "the neighbours had ended before"
+    assert len(found) == len(beside), "the neighbours had ended before"
     world.check(found)
     served.assert_empty()
     world.close()

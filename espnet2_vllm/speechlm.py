@@ -194,7 +194,7 @@ class SpeechLM:
     ) -> str:
         """What is to be heard in a recording (a path or (samples, rate)), or the answer to ``prompt``, thinking included."""
         messages = [["user", "audio", audio], *([["user", "text", prompt]] if prompt else [])]
-        return self.generate(messages, Decoding.over(decoding, enforce_modality=("text",)), seed=seed).text
+        return self.generate(messages, self._enforcing(decoding, "text"), seed=seed).text
 
     def render(
         self,
@@ -204,9 +204,13 @@ class SpeechLM:
         seed: int | None = None,
     ) -> tuple[bytes | None, str]:
         """The sound of a described scene: a wav file (16-bit), None if the model gave no sound, and the text before it."""
-        decoding = Decoding.over(decoding, enforce_modality=("text", "audio"))
+        decoding = self._enforcing(decoding, "text", "audio")
         found = self.generate([["user", "text", scene]], decoding, answer=("text", "audio"), seed=seed)
         return None if found.audio is None else wav_bytes(*found.audio), found.text
+
+    def _enforcing(self, decoding: Decoding | Mapping[str, Any] | str | Path | None, *modalities: str) -> Any:
+        """``decoding`` with these first segments if it names none; of OpusLM, the answer's turns name them."""
+        return decoding if self.checkpoint.family == "opuslm" else Decoding.over(decoding, enforce_modality=modalities)
 
     def close(self) -> None:
         """Ends what is in flight, and frees engine, codec and encoder; a later call makes them anew."""

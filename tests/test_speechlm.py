@@ -314,3 +314,15 @@ def test_opuslm_dialogues_are_espnets(name, monkeypatch):
     if written is not None:
         texts = [turn[3] for turn in next(iter(written.values()))[asked:answers] if turn[1] == "text_bpe"]
         assert [m[2] for m in answer.messages if m[1] == "text"] == texts
+
+
+def test_opuslm_describes_renders_and_names_its_turns():
+    (config,) = golden_files("opuslm/tiny-llama/config.yaml")
+    with SpeechLM.from_pretrained(config.parent, backend="pytorch", decoding=Decoding(max_step=20)) as model:
+        size = len(model.checkpoint.layout.streams)
+        assert isinstance(model.describe(np.zeros((10, size), np.int64), seed=1), str)
+        wav, text = model.render("rain", seed=1)
+        assert wav[:4] == b"RIFF" and isinstance(text, str)
+        for wrong in ("text", (), None):
+            with pytest.raises(DataError, match="answer: expected the modalities"):
+                model.generate([["user", "text", "hello"]], answer=wrong, seed=1)

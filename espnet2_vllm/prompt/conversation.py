@@ -112,6 +112,10 @@ def opuslm_conversation(
         except DataError as error:
             raise DataError(f"message {i}: {error}") from error
         turns.append(Turn(role, name, False, codes))
+    if isinstance(answer, str) or not isinstance(answer, Sequence) or not answer:
+        raise DataError(
+            f"answer: expected the modalities of the assistant's turns, as ('text', 'audio'), got {answer!r}"
+        )
     names = [OPUSLM_NAMES.get(modality, modality) for modality in answer]
     turns += [Turn("assistant", name, True, "" if name == "text_bpe" else np.zeros(0, np.int32)) for name in names]
     spoken = any(turn.modality == "codec_ssl" for turn in turns)

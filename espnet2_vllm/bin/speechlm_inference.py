@@ -19,13 +19,11 @@ from .options import (
     add,
     add_decoding_options,
     at_least,
-    choose_device,
-    engine_options,
     flag,
     run_command,
     seed,
 )
-from .speechlm_inference_chat import DTYPES, data_path, decode_set, load_speech, run_espnet_on, take_over
+from .speechlm_inference_chat import DTYPES, data_path, open_and_decode, run_espnet_on, take_over
 
 if TYPE_CHECKING:
     from ..decoding import DecodingConfig
@@ -138,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Decodes one set. Everything that can be wrong with settings and files is looked at before the engine starts."""
-    from ..checkpoint import ensure_converted
     from ..io.data_json import open_data_json
     from ..io.results_opuslm import LegacyWriter
 
@@ -150,16 +147,8 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
         raise ConfigError(
             f"{data.path} holds dialogues, which ESPnet's older decoder cannot decode; use espnet2_vllm.bin.speechlm_inference_chat"
         )
-    options = engine_options(args)
-    checkpoint = ensure_converted(args.train_config, args.model_file, vocab_order=args.vocab_order, family="opuslm")
-    config.check_streams(checkpoint.layout.num_streams)
-    config.check_vocabulary(checkpoint.layout.vocab_size)
-    device = choose_device(args.device, gpu=args.ngpu > 0 or args.backend == "vllm")
-    speech = load_speech(config, checkpoint, data, args.train_config, device)
-    if args.backend == "pytorch":
-        options["device"] = device
     args.inference_last_segment = False
-    return decode_set(args, config, checkpoint, data, speech, options, args.nbest, LegacyWriter)
+    return open_and_decode(args, config, data, args.nbest, LegacyWriter)
 
 
 def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig:

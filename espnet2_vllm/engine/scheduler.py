@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
+from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request, RequestStatus
@@ -17,7 +18,7 @@ from ..errors import EngineError
 from ..protocol import AUDIO, replay
 from . import channel
 from .blocks import QuietBlocks
-from .compat import is_stale, layout_of, steady_rows_known
+from .compat import check_options, is_stale, layout_of, steady_rows_known
 from .continuous import places, rows_between
 from .core import EXTRA_ARGS, auxiliary_from_bytes, rules_from
 from .history import History
@@ -53,20 +54,10 @@ class SpeechScheduler(AsyncScheduler):
         self._ordinary: set[str] = set()
 
     def _check_configuration(self) -> None:
-        config = self.vllm_config
-        problems = [
-            (self.policy.value != "fcfs", "scheduling policy must be fcfs"),
-            (config.parallel_config.pipeline_parallel_size != 1, "pipeline parallelism is not supported"),
-            (config.speculative_config is not None, "speculative decoding is not supported"),
-            (config.kv_transfer_config is not None, "KV connectors are not supported"),
-            (
-                len(self.kv_cache_config.kv_cache_groups) != 1,
-                "models with more than one KV cache group are not supported",
-            ),
-        ]
-        for wrong, message in problems:
-            if wrong:
-                raise EngineError(f"SpeechScheduler: {message}")
+        # The backend has looked at the settings before; not so where somebody else started vLLM.
+        check_options(self.vllm_config, cpu=current_platform.is_cpu())
+        if (groups := len(self.kv_cache_config.kv_cache_groups)) != 1:
+            raise EngineError(f"models with more than one KV cache group are not supported; this one has {groups}")
 
     # -- admission ----------------------------------------------------------------------------------------------------
     def add_request(self, request: Request) -> None:

@@ -157,7 +157,7 @@ def compare_trees(a: Path, b: Path, *, wav_tolerance: int = 2) -> TreeComparison
     """``wav_tolerance``: largest difference of two samples, in steps of 16 bits, that still counts as equal.
 
     Raises:
-        DataError: see ``read_tree``; or for a wav or ark that cannot be read.
+        DataError: see ``read_tree``; or for an ark of ids that cannot be read. A sound that cannot be read is a difference.
     """
     left, right = read_tree(a), read_tree(b)
     counts = {kind: [0, 0] for kind in ("text", "ids", "wav")}
@@ -227,7 +227,10 @@ def _load_ids(root: Path, where: str) -> np.ndarray:
 
 
 def _wav_difference(key: str, a: tuple[Path, str], b: tuple[Path, str], tolerance: int) -> Difference | None:
-    (one, rate), (other, other_rate) = _load_wav(*a), _load_wav(*b)
+    try:
+        (one, rate), (other, other_rate) = _load_wav(*a), _load_wav(*b)
+    except DataError as error:
+        return Difference(key, "wav", str(error))
     if rate != other_rate:
         return Difference(key, "wav", f"{rate} Hz and {other_rate} Hz", {"rates": [rate, other_rate]})
     shared = min(len(one), len(other))

@@ -88,6 +88,17 @@ def test_ids_that_differ_say_where_first(asr, tmp_path):
     assert difference["facts"] == {"first": 2, "equal": len(arrays[key]) - 1, "lengths": [len(arrays[key])] * 2}
 
 
+def test_a_waveform_that_is_gone_is_that_keys_difference(tts, tmp_path):
+    a, b = tts
+    gone = sorted((b / "wav.scp").glob("*.wav"))[0]
+    gone.unlink()
+    code, facts = run(tmp_path, a, b)
+    (difference,) = facts["differences"]
+    assert (code, difference["kind"]) == (1, "wav") and gone.name in difference["detail"]
+    wavs = facts["compared"]["wav"]
+    assert wavs["equal"] == wavs["compared"] - 1 > 0, "the others are compared all the same"
+
+
 def test_waveforms_within_the_tolerance_are_equal(tts, tmp_path):
     a, b = tts
     path = next(path for path in sorted((b / "wav.scp").glob("*.wav")) if soundfile.info(path).frames > 1000)

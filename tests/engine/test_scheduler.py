@@ -127,11 +127,13 @@ def configuration(**changes):
     """What ``_check_configuration`` looks at, as far as it is supported."""
     values = {"policy": "fcfs", "stages": 1, "speculative": None, "connector": None, "groups": 1} | changes
     scheduler = SpeechScheduler.__new__(SpeechScheduler)
-    scheduler.policy = types.SimpleNamespace(value=values["policy"])
     scheduler.vllm_config = types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(pipeline_parallel_size=values["stages"]),
+        scheduler_config=types.SimpleNamespace(policy=values["policy"]),
         speculative_config=values["speculative"],
         kv_transfer_config=values["connector"],
+        lora_config=None,
+        use_v2_model_runner=True,
     )
     scheduler.kv_cache_config = types.SimpleNamespace(kv_cache_groups=[None] * values["groups"])
     return scheduler
@@ -141,7 +143,7 @@ def configuration(**changes):
     ("changes", "message"),
     [
         ({"policy": "priority"}, "scheduling policy must be fcfs"),
-        ({"stages": 2}, "pipeline parallelism is not supported"),
+        ({"stages": 2}, "pipeline_parallel_size 2 is not supported"),
         ({"speculative": object()}, "speculative decoding is not supported"),
         ({"connector": object()}, "KV connectors are not supported"),
         ({"groups": 2}, "more than one KV cache group"),

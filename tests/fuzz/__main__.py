@@ -14,6 +14,7 @@ TESTS = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "interpreter")]
 
 from fuzz import ledger  # noqa: E402
+from fuzz.groups import NAMES  # noqa: E402
 
 SUMMARY = "summary "
 MOST_FAILURES = 5
@@ -60,6 +61,13 @@ def main() -> int:
     if args.device == "cuda" and args.runner == "v1":
         parser().error("on CUDA the V2 runner serves")
     args.small = args.small or (args.runner == "v2" and args.device == "cpu")
+    if unknown := set(args.models or ()) - set(NAMES):
+        parser().error(f"--models {' '.join(sorted(unknown))}: expected some of {', '.join(NAMES)}")
+    if args.replay:
+        try:
+            json.loads(args.replay)
+        except json.JSONDecodeError as error:
+            parser().error(f"--replay: no JSON: {error}")
     if args.in_process:
         from fuzz import process
 

@@ -293,13 +293,15 @@ def test_a_client_that_goes_away_leaves_nothing_behind(job):
     from espnet2_vllm.plan import Given, Utterance, Wanted
 
     checkpoint = ensure_converted(BAGPIPER / "train.yaml", BAGPIPER / "mp_rank_00_model_states.pt")
-    world = Stage(checkpoint, {"sync": {"max_num_batched_tokens": 64}}, seed=20261130, requests=6)
+    # Room for all at once: none waits for another's blocks, so that how long they are decides who ends first.
+    settings = {"sync": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}}
+    world = Stage(checkpoint, settings, seed=20261130, requests=6)
     served = world.engine("sync")
     layout, config = world.layout, load_decoding(job.folder / "inference.yaml", "bagpiper")
     header = header_of(layout, "audio")
     utterances = [Utterance(f"u{i}", (Given(text_rows(layout, world.rng, 5 + i)), Wanted(header))) for i in range(9)]
-    # Longer than any of the utterances, so that they are there when the first of these has ended.
-    rules = world.fixed("audio", 150)
+    # Longer than any of the utterances (80 rows a segment), so that they are there when the first of these has ended.
+    rules = world.fixed("audio", 220)
     beside = [world.add(f"beside {i}", prompt(layout, world.rng, 20 + i), rules) for i in range(3)]
     served.submit(*beside)
     results = decode(served.engine, utterances, config, seed=1)

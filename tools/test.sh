@@ -46,7 +46,9 @@ if [ $# -gt 0 ]; then
 fi
 tests=()
 [ -z "${engine}" ] || tests=(tests/backends tests/engine tests/fuzz tests/bin/test_outcomes.py)
-python3 -m pytest -m "not slow" "${tests[@]}"
+# A process a core, up to four (each takes 2 to 4 GB); a file stays in one process, whose models and engines its tests share.
+parallel=(-n auto --maxprocesses 4 --dist loadfile)
+python3 -m pytest "${parallel[@]}" -m "not slow" "${tests[@]}"
 if grep -rq --include='*.py' 'mark\.slow' tests; then
-    python3 -m pytest -m slow "${tests[@]}"
+    python3 -m pytest "${parallel[@]}" -m slow "${tests[@]}"
 fi

@@ -25,6 +25,7 @@ SETTINGS = {
     "sync": {"max_num_batched_tokens": 64},
     "async": {"asynchronous": True, "max_num_batched_tokens": 13},
     "roomy": {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 200},
+    "ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32},
 }
 
 
@@ -62,12 +63,13 @@ def main(directory: str, *settings: str) -> None:
         cached.append((scenarios.same_sound,))
     if stage.layout.family == "opuslm":
         forced = stage.forced(4)
-        pressed += [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
+        pressed[:0] = [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
+    scenarios_of = {"roomy": cached, "ranks": pressed[:2]}
     for setting in settings:
-        for scenario, *args in cached if setting == "roomy" else pressed:
+        for scenario, *args in scenarios_of.get(setting, pressed):
             served = stage.engine(setting)
             scenario(stage, served, *args)
-            print(f"{setting}: {scenario.__name__} equal on {type(served.runner).__module__}", flush=True)
+            print(f"{setting}: {scenario.__name__} equal on {served.runner}", flush=True)
     print("all equal")
 
 

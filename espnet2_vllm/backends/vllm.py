@@ -99,8 +99,11 @@ class VllmEngine:
         quiet = options.get("disable_log_stats", True)
         try:
             self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)
-        except (RuntimeError, ValueError) as error:
-            # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which.
+        except Exception as error:
+            # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which. Of a rank in a process of its
+            # own they come without a class.
+            if not isinstance(error, (RuntimeError, ValueError)) and type(error) is not Exception:
+                raise
             raise EngineError(f"vLLM did not start with the engine options {options}: {error}") from error
         watch_engine_process(self._engine.engine_core)
         self.max_rows = config.model_config.max_model_len
@@ -118,11 +121,19 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         cpu = current_platform.is_cpu()
+        ranks = options.get("tensor_parallel_size", 1)
+        if self.keep_logits and ranks != 1:
+            raise ConfigError(
+                f"logits are kept in this process only; with tensor_parallel_size {ranks} they are in others"
+            )
         if cpu or self.keep_logits:
             # A second process costs a start of its own and gains nothing on a CPU; logits do not travel.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            if ranks != 1:
+                # vLLM would give each rank a NUMA node for itself, and refuses where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         elif dtype == "float32":
             # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

@@ -58,9 +58,8 @@ def check_options(config: Any, *, cpu: bool) -> None:
     """
     parallel = config.parallel_config
     degrees = {
-        "tensor_parallel_size": "one process a GPU, each with its share of the utterances (--world-size, inference_nj)",
-        "pipeline_parallel_size": "leave it at 1",
-        "data_parallel_size": "one process a GPU, each with its share of the utterances (--world-size, inference_nj)",
+        "pipeline_parallel_size": "its stages would hand on the ids of stream 0 only; use tensor_parallel_size",
+        "data_parallel_size": "this package starts one engine for each share of the GPUs itself (--data-parallel-size)",
         "prefill_context_parallel_size": "leave it at 1",
         "decode_context_parallel_size": "leave it at 1",
     }
@@ -72,6 +71,9 @@ def check_options(config: Any, *, cpu: bool) -> None:
         "KV connectors are not supported; leave kv_transfer_config out": config.kv_transfer_config is not None,
         "LoRA is not supported; merge the adapter into the checkpoint": config.lora_config is not None,
         "scheduling policy must be fcfs; leave scheduling_policy out": config.scheduler_config.policy != "fcfs",
+        "batch-sharded sampling would part the two rows of a guided request; leave enable_batch_sharded_sampling out": getattr(
+            parallel, "enable_batch_sharded_sampling", None
+        ),
         "vLLM chose its V1 model runner, which is not supported on CUDA; unset VLLM_USE_V2_MODEL_RUNNER and leave out options "
         "that need V1": not cpu and not config.use_v2_model_runner,
     }

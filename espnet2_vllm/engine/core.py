@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,12 +67,22 @@ class SpeechCore:
     """Everything that is S streams wide.
 
     Memory: the history table takes ``num_slots x max_rows x (S-1) x 4`` bytes, the auxiliary heads ``(S-1) x W x H`` weights.
+
+    Args:
+        agree: gives all ranks the chosen ids of one of them; see ``ranks.FirstRank``.
     """
 
     def __init__(
-        self, layout: Layout, weights: SpeechWeights, *, num_slots: int, max_rows: int, device: torch.device
+        self,
+        layout: Layout,
+        weights: SpeechWeights,
+        *,
+        num_slots: int,
+        max_rows: int,
+        device: torch.device,
+        agree: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids,
     ) -> None:
-        self.layout, self.device = layout, device
+        self.layout, self.device, self.agree = layout, device, agree
         self.embedding = weights.embedding
         streams = layout.num_streams
         if streams < 2:
@@ -205,7 +215,8 @@ class SpeechCore:
             torch.zeros_like(seeds),
         )
         rest, rest_logprob = self._choose_auxiliary(auxiliary, constraints, top, seeds, positions)
-        advanced = self.phases.advance(slots, torch.cat([first.unsqueeze(1), rest], 1), emit)
+        chosen = self.agree(torch.cat([first.unsqueeze(1), rest], 1))
+        advanced = self.phases.advance(slots, chosen, emit)
         logprobs = torch.cat([first_logprob.unsqueeze(1), rest_logprob], 1)
         if partners is not None:
             # A companion gets its main's row.

@@ -109,6 +109,7 @@ class FusedStep:
             self._find_partners(slots, seq_lens, prefill_lens)
         self._auxiliary(logits, slots, seq_lens, guided)
         self._primary(logits, text_logits, slots, seq_lens, topk, guided)
+        self.core.agree(self.chosen_ids[:batch])
         tokens = torch.empty(batch, 1, dtype=torch.int64, device=hidden.device)
         ids = torch.empty(batch, self.streams + 1, dtype=torch.int32, device=hidden.device)
         logprobs = torch.empty(batch, self.streams + 1, dtype=torch.float32, device=hidden.device)

@@ -17,8 +17,10 @@ def memory_by_owner(runner: Any) -> dict[str, int | None]:
 
     core, fused = _speech_parts(runner)
     counted: set[int] = set()
+    # Under tensor parallelism the core's embedding is not the model's, which is sharded.
+    embedding = [] if core is None else [core.embedding]
     owners: dict[str, int | None] = {
-        "weights": _size(runner.model.parameters(), counted) + _size(runner.model.buffers(), counted),
+        "weights": _size([*runner.model.parameters(), *runner.model.buffers(), *embedding], counted),
         "kv_cache": _size(_flat(runner.kv_caches), counted),
         "history_table": 0 if core is None else _size([core.history], counted),
         "auxiliary_heads": 0 if core is None else _size(_tensors_of(core.heads, fused), counted),

@@ -14,6 +14,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from ..errors import CheckpointError
 from .compat import check_wiring, layout_of
 from .core import SpeechWeights
+from .ranks import all_rows
 
 STREAM_EMB = "stream_emb.weight"
 
@@ -71,10 +72,14 @@ class SpeechModel:
         return names | loaded
 
     def speech_weights(self) -> SpeechWeights:
-        """Embedding and head without the rows that vLLM pads the vocabulary with."""
+        """Embedding and head, whole on every rank, without the rows that vLLM pads the vocabulary with.
+
+        To be called on all ranks or on none.
+        """
         rows = self.layout.vocab_size
-        embedding = self.input_embedding().weight[:rows]
-        return SpeechWeights(embedding, self.lm_head.weight[:rows], self.stream_emb.weight)
+        embedding, head = self.input_embedding().weight, self.lm_head.weight
+        whole = all_rows(embedding)[:rows]
+        return SpeechWeights(whole, whole if head is embedding else all_rows(head)[:rows], self.stream_emb.weight)
 
     def input_embedding(self) -> nn.Module:
         return self.model.embed_tokens
@@ -99,3 +104,13 @@ class SpeechLMOlmo2ForCausalLM(SpeechModel, TransformersForCausalLM):
 
     def input_embedding(self) -> nn.Module:
         return self.model.get_input_embeddings()
+
+    def recursive_replace(self) -> None:
+        """Called while the model is built. Attention is sharded by heads, as vLLM's attention expects under tensor parallelism.
+
+        The plan of transformers gathers q and k, because they are normed as a whole; vLLM's norm does that by itself.
+        """
+        shards = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+        plan = {f"layers.*.self_attn.{name}": style for name, style in shards.items()}
+        self.model.tp_plan = {**self.model.tp_plan, **plan}
+        super().recursive_replace()

@@ -29,11 +29,15 @@ COMMON = {
     "prompt_logprobs flat_logprobs output_kind extra_args",
     "vllm.config:VllmConfig": "use_v2_model_runner model_config parallel_config scheduler_config speculative_config "
     "kv_transfer_config lora_config",
+    "vllm.distributed:get_tensor_model_parallel_world_size": "",
+    "vllm.distributed:get_tp_group": "",
+    "vllm.distributed:tensor_model_parallel_all_gather": "",
     "vllm.engine.arg_utils:EngineArgs": "create_engine_config gpu_memory_utilization | model dtype skip_tokenizer_init "
     "scheduler_cls worker_cls disable_log_stats enable_prefix_caching max_num_seqs enforce_eager",
     "vllm.model_executor.models.llama:LlamaForCausalLM": "compute_logits load_weights | vllm_config prefix",
     "vllm.model_executor.models.qwen3:Qwen3ForCausalLM": "compute_logits load_weights | vllm_config prefix",
-    "vllm.model_executor.models.transformers:TransformersForCausalLM": "compute_logits load_weights model | vllm_config prefix",
+    "vllm.model_executor.models.transformers:TransformersForCausalLM": "compute_logits load_weights model recursive_replace "
+    "| vllm_config prefix",
     "vllm.platforms:current_platform": "is_cpu",
     "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
     "vllm.utils.hashing:get_hash_fn_by_name": "",

@@ -11,6 +11,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from .core import EXTRA_ARGS, SpeechCore
 from .predictions import Predictions, channel_tensors
+from .ranks import FirstRank
 from .tap import TAP
 
 
@@ -25,6 +26,7 @@ class SpeechCPURunner(CPUModelRunner):
             num_slots=self.max_num_reqs,
             max_rows=self.max_model_len,
             device=self.device,
+            agree=FirstRank(),
         )
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(self.max_num_reqs))[::-1]
@@ -45,7 +47,8 @@ class SpeechCPURunner(CPUModelRunner):
             TAP.follow(args["tap"], slot)
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+        # In one order on all ranks, which a set of names does not have; so each request has one slot on all of them.
+        for request_id in sorted({*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}):
             self._release(request_id)
             self._predictions.pop(request_id, None)  # a prompt that comes back is predicted from its first row on
         for data in scheduler_output.scheduled_new_reqs:

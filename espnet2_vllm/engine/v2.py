@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from .compat import sampler_output
 from .core import EXTRA_ARGS, SpeechCore
 from .predictions import Predictions, channel_tensors
+from .ranks import FirstRank
 from .tap import TAP
 
 
@@ -20,18 +21,20 @@ class SpeechModelState(DefaultModelState):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        weights = self.model.speech_weights()
         self.core = SpeechCore(
             self.model.layout,
-            self.model.speech_weights(),
+            weights,
             num_slots=self.max_num_reqs,
             max_rows=self.model_config.max_model_len,
             device=self.device,
+            agree=FirstRank(),
         )
         self.fused = None
         if self.device.type == "cuda":
             from .fused import FusedStep
 
-            self.fused = FusedStep(self.core, self.model.speech_weights(), self.max_num_reqs)
+            self.fused = FusedStep(self.core, weights, self.max_num_reqs)
         # None: not told, so a row may be in the text phase.
         self.text_rows: bool | None = None
         # Captured graphs read this buffer; prepare_inputs fills it outside of them.

@@ -244,6 +244,13 @@ def test_an_engine_in_a_process_of_its_own():
     check("tiny-llama", "apart", env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-s8-cb64", "tiny-olmo2"])
+def test_two_ranks(name):
+    """Tensor parallelism: half of the heads and of the vocabulary each, of which neither is whole blocks; equal tables."""
+    check(name, "ranks", env={"OMP_NUM_THREADS": "1"})
+
+
 # -- recorded cases ----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def recorded_models(stages):

@@ -189,7 +189,7 @@ def config(
     *, v2=True, policy="fcfs", scheduler=None, worker="espnet2_vllm.engine.worker_cpu.SpeechCPUWorker", **changes
 ):
     """As much of a ``VllmConfig`` as is looked at."""
-    parallel = {name: changes.pop(name) for name in [*changes] if name.endswith("_size")}
+    parallel = {name: changes.pop(name) for name in [*changes] if name.endswith("_size") or name.startswith("enable_")}
     whole = {"speculative_config": None, "kv_transfer_config": None, "lora_config": None, **changes}
     return types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(worker_cls=worker, **parallel),
@@ -202,13 +202,14 @@ def config(
 @pytest.mark.parametrize(
     ("changes", "cpu", "message"),
     [
+        ({"tensor_parallel_size": 2}, False, None),
         (
-            {"tensor_parallel_size": 2},
+            {"pipeline_parallel_size": 2},
             False,
-            "engine option tensor_parallel_size 2 is not supported; one process a GPU",
+            "engine option pipeline_parallel_size 2 is not supported; its stages would hand on the ids of stream 0 only",
         ),
-        ({"pipeline_parallel_size": 2}, False, "pipeline_parallel_size 2 is not supported"),
-        ({"data_parallel_size": 4}, False, "data_parallel_size 4 is not supported; one process a GPU"),
+        ({"data_parallel_size": 4}, False, "data_parallel_size 4 is not supported; this package starts one engine for"),
+        ({"enable_batch_sharded_sampling": True}, False, "batch-sharded sampling would part the two rows of a guided"),
         ({"decode_context_parallel_size": 2}, False, "decode_context_parallel_size 2"),
         ({"speculative_config": object()}, True, "speculative decoding is not supported; leave speculative_config out"),
         ({"kv_transfer_config": object()}, True, "KV connectors are not supported"),
@@ -229,8 +230,8 @@ def test_settings_under_which_streams_would_be_lost_are_refused(changes, cpu, me
 
 def test_options_are_looked_at_before_the_engine_starts():
     model = next(path for path in golden_models("opuslm") if "olmo2" not in path.name)
-    with pytest.raises(EngineError, match="engine option tensor_parallel_size 2 is not supported"):
-        VllmEngine(ensure_converted(model), max_model_len=64, tensor_parallel_size=2)
+    with pytest.raises(EngineError, match="engine option pipeline_parallel_size 2 is not supported"):
+        VllmEngine(ensure_converted(model), max_model_len=64, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize("family", ["bagpiper", "opuslm"])

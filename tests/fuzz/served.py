@@ -1,5 +1,6 @@
 """The vllm backend, watched."""
 
+import hashlib
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ class Served:
         fused: on a CPU, the kernels take the place of the plain step (Triton's interpreter, V2 runner).
 
     Attributes:
+        runner: ``v1`` or ``v2``.
         known: vLLM's own ``Request`` of each of ours since ``forget``, also after its end.
         hits: per id the rows that came from the prefix cache when it was first admitted.
         preempted: (id, rows that it had) of each preemption.
@@ -28,7 +30,7 @@ class Served:
         self.core = self.engine._engine.engine_core.engine_core
         assert (self.core.batch_queue is not None) == asynchronous
         self.scheduler = self.core.scheduler
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        (self.runner,) = set(self.on_ranks(runner_of_worker))
         if fused:
             self._install_kernels()
         self._seats = self.scheduler.max_num_running_reqs
@@ -43,7 +45,7 @@ class Served:
     def _install_kernels(self) -> None:
         from espnet2_vllm.engine.fused import FusedStep
 
-        state = self.runner.model_state
+        state = self.core.model_executor.driver_worker.worker.model_runner.model_state
         state.fused = FusedStep(state.core, state.model.speech_weights(), state.max_num_reqs)
 
     def forget(self) -> None:
@@ -173,7 +175,7 @@ class Served:
         assert self.engine.unfinished == 0
         self.engine._engine.step()  # tells the worker what ended since its last step
         assert not self.engine._engine.has_unfinished_requests()
-        left = {name: value for name, value in (self._left_in_scheduler() | self._left_in_runner()).items() if value}
+        left = {name: value for name, value in (self._left_in_scheduler() | self._left_in_workers()).items() if value}
         assert not left, left
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         own = self.scheduler.cache_config.num_gpu_blocks - 1  # one block is vLLM's own
@@ -191,18 +193,43 @@ class Served:
             left |= {"ending": scheduler._ending, "ended": scheduler._ended}
         return left
 
-    def _left_in_runner(self) -> dict[str, object]:
-        if hasattr(self.runner, "model_state"):  # V2
-            state, free = self.runner.model_state, self.runner.req_states.free_indices
-            own = {"slots": state.slot_of, "wanted": self.runner.prompt_logprobs_worker._wanted}
-            core = state.core
-        else:
-            free, core = self.runner._free_slots, self.runner.core
-            own = {"slots": self.runner._slots, "wanted": self.runner._predictions, "known": self.runner.requests}
-        pairs = core.pairs
-        own |= {"mates": pairs._slots, "mains of slots": pairs._mains, "companions of slots": pairs._companions}
-        own |= {"sound": core.continuous._slots}
-        return own | {"topk": core._topk, "seats": set(range(self._seats)) - set(free)}
+    def _left_in_workers(self) -> dict[str, object]:
+        """Of all ranks, by what it is and whose."""
+        ranks = self.on_ranks(left_in_worker)
+        left = {f"{name} of rank {rank}": value for rank, found in enumerate(ranks) for name, value in found.items()}
+        # Slots of the V2 runner are vLLM's, which need not give the same ones on all ranks.
+        tables = set() if self.runner == "v2" else set(self.on_ranks(tables_of_worker))
+        return left | {"tables that differ between ranks": len(tables) > 1}
+
+    def on_ranks(self, function: Callable) -> list:
+        """What ``function`` gives for the worker of each rank, in its process."""
+        return self.engine._engine.collective_rpc(function)
 
     def close(self) -> None:
         self.engine.close()
+
+
+def left_in_worker(worker) -> dict[str, object]:
+    runner, seats = worker.model_runner, worker.vllm_config.scheduler_config.max_num_seqs
+    if hasattr(runner, "model_state"):  # V2
+        state, free = runner.model_state, runner.req_states.free_indices
+        own = {"slots": state.slot_of, "wanted": runner.prompt_logprobs_worker._wanted}
+        core = state.core
+    else:
+        free, core = runner._free_slots, runner.core
+        own = {"slots": runner._slots, "wanted": runner._predictions, "known": runner.requests}
+    pairs = core.pairs
+    own |= {"mates": pairs._slots, "mains of slots": pairs._mains, "companions of slots": pairs._companions}
+    own |= {"sound": core.continuous._slots}
+    own |= {"topk": core._topk, "seats": set(range(seats)) - set(free)}
+    return {name: str(value) if value else None for name, value in own.items()}
+
+
+def tables_of_worker(worker) -> str:
+    """Digest of the history, all streams of all slots."""
+    core = worker.model_runner.core
+    return hashlib.sha256(core.history[: core.scratch].numpy().tobytes()).hexdigest()
+
+
+def runner_of_worker(worker) -> str:
+    return "v2" if hasattr(worker.model_runner, "model_state") else "v1"

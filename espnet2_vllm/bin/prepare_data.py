@@ -15,14 +15,40 @@ from pathlib import Path
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.keyed import read_keyed, sorted_by_key, write_keyed
+from espnet2_vllm.prompt.tasks import TASKS as OPUSLM_TASKS
 
 
-def opuslm_from_text(args: argparse.Namespace) -> list[str]:
-    """Transcripts as the only entry: plain text-to-speech, text continuation."""
-    text = _texts(args.data_dir)
-    write_keyed(args.output_dir / "index_files" / "text", text)
-    _write_data_json(args, [f"{args.output_dir}/index_files/text,text_bpe,text"], list(text))
-    return list(text)
+def opuslm_entries(args: argparse.Namespace) -> list[str]:
+    """One file an entry of the task's template (``prompt.tasks``): ``text``, and recordings as tokens (`tokenize_audio`).
+
+    The utterances are those of the first condition (of the target, where there is none). Files of targets are references, and
+    may be missing. Where speakers are named (``utt2spk``), ``wav.scp`` is what their prompts are taken from.
+    """
+    task = OPUSLM_TASKS[args.task]
+    needed = [entry.name for entry in task.conditions] or [entry.name for entry in task.targets]
+    speakers = [entry.name for entry in task.conditions if entry.modality == "spk"]
+    tables = {name: _texts(args.data_dir) if name == "text" else _nonempty(args.data_dir / name) for name in needed}
+    ids = list(tables[needed[0]])
+    for name in needed:
+        if absent := [key for key in ids if key not in tables[name]]:
+            raise DataError(
+                f"{args.data_dir / name}: no line for {len(absent)} utterances of {needed[0]}, the first is {absent[0]!r}"
+            )
+        # A speaker's other utterances are prompts, so that file is kept whole.
+        tables[name] = tables[name] if name in speakers else {key: tables[name][key] for key in ids}
+    for entry in task.targets:
+        path = args.data_dir / entry.name
+        if entry.name not in tables and (speakers or path.is_file()):
+            records = _nonempty(path)
+            tables[entry.name] = records if speakers else {key: records[key] for key in ids if key in records}
+    files = []
+    for entry in task.entries:
+        if entry.name in tables:
+            path = args.output_dir / "index_files" / entry.name
+            write_keyed(path, tables[entry.name])
+            files.append(f"{path},{entry.modality},{entry.kind}")
+    _write_data_json(args, files, ids)
+    return ids
 
 
 def opuslm_text_dialogue(args: argparse.Namespace) -> list[str]:
@@ -38,19 +64,6 @@ def opuslm_text_dialogue(args: argparse.Namespace) -> list[str]:
     write_keyed(args.output_dir / "index_files" / "dialogue", dict.fromkeys(text, str(pack)))
     _write_data_json(args, [f"{args.output_dir}/index_files/dialogue,dialogue,dialogue_json"], list(text))
     return list(text)
-
-
-def opuslm_from_codes(args: argparse.Namespace) -> list[str]:
-    """Recognition, captioning: tokens of recordings (`tokenize_audio`), and transcripts, where there are any, as references."""
-    codes = _nonempty(args.data_dir / "wav.scp")
-    files = [f"{args.output_dir}/index_files/wav.scp,codec_ssl,kaldi_ark"]
-    write_keyed(args.output_dir / "index_files" / "wav.scp", codes)
-    if (args.data_dir / "text").is_file():
-        texts = read_keyed(args.data_dir / "text")
-        write_keyed(args.output_dir / "index_files" / "text", {key: texts[key] for key in codes if key in texts})
-        files.append(f"{args.output_dir}/index_files/text,text_bpe,text")
-    _write_data_json(args, files, list(codes))
-    return list(codes)
 
 
 def bagpiper_text_to_audio(args: argparse.Namespace) -> list[str]:
@@ -99,13 +112,16 @@ def bagpiper_audio_to_text(args: argparse.Namespace) -> list[str]:
     return list(recordings)
 
 
+# Tasks made of text and of recordings as tokens.
+_ENTRIES = [
+    *("codec_ssl_plain_tts", "codec_ssl_tts", "ag_codecssl", "textlm", "codec_ssl_asr", "aac_codecssl"),
+    *("codec_ssl_se", "codec_ssl_tse", "codec_ssl_denoise"),
+]
+
 TASKS: dict[str, dict[str, Callable[[argparse.Namespace], list[str]]]] = {
     "opuslm": {
-        "codec_ssl_plain_tts": opuslm_from_text,
-        "textlm": opuslm_from_text,
+        **dict.fromkeys(_ENTRIES, opuslm_entries),
         "text_dialogue": opuslm_text_dialogue,
-        "codec_ssl_asr": opuslm_from_codes,
-        "aac_codecssl": opuslm_from_codes,
     },
     "bagpiper": {
         "text_to_audio": bagpiper_text_to_audio,
@@ -113,6 +129,16 @@ TASKS: dict[str, dict[str, Callable[[argparse.Namespace], list[str]]]] = {
         "dialogue": bagpiper_dialogue,
     },
 }
+
+
+def recordings(task_name: str, data_dir: Path) -> list[str]:
+    """Names of the files of recordings of an OpusLM task: what has to be tokenised. References count where there are any."""
+    task = OPUSLM_TASKS[task_name]
+    speakers = any(entry.modality == "spk" for entry in task.conditions)
+    names = [entry.name for entry in task.conditions if entry.modality == "codec_ssl"]
+    targets = [entry.name for entry in task.targets if entry.modality == "codec_ssl"]
+    # A reference alone is no reason to need an SSL model.
+    return names + [name for name in targets if speakers or (names and (data_dir / name).is_file())]
 
 
 def _texts(data_dir: Path) -> dict[str, str]:
@@ -167,7 +193,9 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", choices=list(TASKS), required=True)
     parser.add_argument("--task", required=True, help=known)
     parser.add_argument("--data-dir", type=Path, required=True, help="with text, and wav.scp where recordings are read")
-    parser.add_argument("--output-dir", type=Path, required=True, help="its name is the name of the set")
+    parser.add_argument("--output-dir", type=Path, help="its name is the name of the set")
+    show_help = "print the names of the files of recordings that the task needs as tokens, and do nothing else"
+    parser.add_argument("--show", choices=["recordings"], help=show_help)
     parser.add_argument("--system-prompt", default="", help="what the system says first in a dialogue")
     question_help = "bagpiper dialogue: what the user asks about each recording, in place of saying the transcript"
     parser.add_argument("--question", default="", help=question_help)
@@ -186,6 +214,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.question and (args.family, args.task) != ("bagpiper", "dialogue"):
             raise ConfigError("--question: recordings are asked about in task dialogue of family bagpiper only")
+        if args.show:
+            tokenised = args.family == "opuslm" and args.task in _ENTRIES
+            print(*(recordings(args.task, args.data_dir) if tokenised else []))
+            return 0
+        if args.output_dir is None:
+            raise ConfigError("--output-dir is needed")
         ids = tasks[args.task](args)
     except (SpeechLMError, OSError) as error:
         return complain("prepare_data", error)

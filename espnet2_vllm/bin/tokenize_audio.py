@@ -28,7 +28,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tokenize_audio", description=__doc__)
     add(parser, "data-dir", type=Path, required=True, help="with wav.scp (or --name)")
     add(parser, "output-dir", type=Path, required=True)
-    add(parser, "name", default="wav.scp", help="file of recordings, such as mix.scp for enhancement")
+    add(parser, "name", nargs="+", default=["wav.scp"], help="files of recordings, such as mix.scp for enhancement")
     add(
         parser,
         "train-config",
@@ -63,24 +63,27 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Tokenises all recordings; what cannot be is counted and named."""
     from ..io.keyed import read_keyed, write_keyed
 
-    recordings = read_keyed(args.data_dir / args.name)
-    if not recordings:
-        raise DataError(f"{args.data_dir / args.name}: no recordings")
+    tables = {name: read_keyed(args.data_dir / name) for name in args.name}
+    for name, recordings in tables.items():
+        if not recordings:
+            raise DataError(f"{args.data_dir / name}: no recordings")
     tokeniser = make_tokeniser(args)
     folder = args.output_dir / "data"
     folder.mkdir(parents=True, exist_ok=True)
-    ark = folder / f"{Path(args.name).stem}_codec_ssl.ark"
-    places, failures = _write(ark, tokeniser, recordings)
-    write_keyed(args.output_dir / args.name, places)
+    failed = False
+    for name, recordings in tables.items():
+        places, failures = _write(folder / f"{Path(name).stem}_codec_ssl.ark", tokeniser, recordings)
+        write_keyed(args.output_dir / name, places)
+        for key in [*failures][:_NAMED]:
+            log.error("%s: %s: %s", name, key, failures[key])
+        log.info("%d of %d recordings tokenised: %s", len(places), len(recordings), args.output_dir / name)
+        failed = failed or bool(failures)
     for name in COPIED:
         if (args.data_dir / name).is_file():
             shutil.copyfile(args.data_dir / name, args.output_dir / name)
     for note, count in sorted(tokeniser.notes.items()):
         log.warning("%d %s", count, note)
-    for key in [*failures][:_NAMED]:
-        log.error("%s: %s", key, failures[key])
-    log.info("%d of %d recordings tokenised: %s", len(places), len(recordings), args.output_dir / args.name)
-    return 1 if failures else 0
+    return 1 if failed else 0
 
 
 def make_tokeniser(args: argparse.Namespace) -> Any:

@@ -85,10 +85,46 @@ def test_sets_without_words_are_refused(data_dir, tmp_path, content, message, ca
     assert not (tmp_path / "dump").exists()
 
 
-def test_a_task_that_needs_tokens_names_those_that_do_not(data_dir, tmp_path, capsys):
-    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_se") == 2
+def test_a_task_that_cannot_be_prepared_names_those_that_can(data_dir, tmp_path, capsys):
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "audio_dialogue") == 2
     message = capsys.readouterr().err
     assert "expected one of codec_ssl_plain_tts" in message and "--test_jsons" in message
+
+
+# What stage 5 of ESPnet lists for each task (its files lie in tests/golden/opuslm/*/data), and what is tokenised for it.
+TEMPLATES = {
+    "codec_ssl_tts": (["text,text_bpe,text", "utt2spk,spk,text", "wav.scp,codec_ssl,kaldi_ark"], ["wav.scp"]),
+    "codec_ssl_se": (["mix.scp,codec_ssl,kaldi_ark", "wav.scp,codec_ssl,kaldi_ark"], ["mix.scp", "wav.scp"]),
+    "codec_ssl_tse": (
+        ["mix.scp,codec_ssl,kaldi_ark", "utt2spk,spk,text", "wav.scp,codec_ssl,kaldi_ark"],
+        ["mix.scp", "wav.scp"],
+    ),
+    "ag_codecssl": (["text,text_bpe,text", "wav.scp,codec_ssl,kaldi_ark"], []),
+}
+
+
+@pytest.mark.parametrize("task", TEMPLATES)
+def test_files_of_a_task_are_listed_as_espnet_lists_them(data_dir, tmp_path, task, capsys):
+    (data_dir / "utt2spk").write_text("utt1 a\nutt2 a\nutt3 a\n", encoding="utf-8")
+    (data_dir / "mix.scp").write_text("utt1 m.ark:5\nutt2 m.ark:99\n", encoding="utf-8")
+    (data_dir / "wav.scp").write_text("utt1 a.ark:5\nutt2 a.ark:7\nutt3 a.ark:9\n", encoding="utf-8")
+    files, tokenised = TEMPLATES[task]
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", task, "--show", "recordings") == 0
+    assert capsys.readouterr().out.split() == tokenised and not (tmp_path / "dump").exists()
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", task) == 0
+    made = load(tmp_path / "dump" / "data.json")
+    assert made["data_files"] == [f"{tmp_path}/dump/index_files/{line}" for line in files]
+    assert made["examples"] == ["utt1", "utt2"]
+    # A third recording of the speaker may be a prompt; as a reference of nothing it is left out.
+    kept = read_keyed(tmp_path / "dump" / "index_files" / "wav.scp")
+    assert list(kept) == ["utt1", "utt2"] + ["utt3"] * ("utt2spk,spk,text" in files)
+
+
+def test_an_utterance_without_its_condition_is_named(data_dir, tmp_path, capsys):
+    (data_dir / "utt2spk").write_text("utt1 a\n", encoding="utf-8")
+    (data_dir / "wav.scp").write_text("utt1 a.ark:5\n", encoding="utf-8")
+    assert prepare(data_dir, tmp_path / "dump", "opuslm", "codec_ssl_tts") == 1
+    assert "utt2spk: no line for 1 utterances of text, the first is 'utt2'" in capsys.readouterr().err
 
 
 def test_tokens_of_recordings(data_dir, tmp_path):
@@ -122,6 +158,15 @@ def test_recordings_become_mono_16_bit_at_one_rate(recordings, tmp_path, capsys)
         assert (info.samplerate, info.channels, info.frames, info.subtype) == (16000, 1, 8000, "PCM_16")
     assert (tmp_path / "dump" / "text").read_text(encoding="utf-8") == TEXT
     assert "2 of 2 utterances" in capsys.readouterr().out
+
+
+def test_several_files_of_recordings_are_formatted_apart(recordings, tmp_path, capsys):
+    (recordings / "mix.scp").write_text(f"r1 {recordings}/a.flac\n", encoding="utf-8")
+    words = ["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump"), "--name", "mix.scp", "wav.scp"]
+    assert format_audio.main(words) == 0
+    mix, wav = (read_keyed(tmp_path / "dump" / name) for name in ("mix.scp", "wav.scp"))
+    assert list(mix) == ["r1"] and list(wav) == ["r1", "r2"] and mix["r1"] != wav["r1"]
+    assert "3 of 3 utterances" in capsys.readouterr().out
 
 
 def test_segments_cut_recordings(recordings, tmp_path):

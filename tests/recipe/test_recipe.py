@@ -6,6 +6,7 @@ import pathlib
 import shutil
 
 import pytest
+from conftest import REPO
 from recipe_shell import FAKE_PYTHON, MINI_AN4, TEMPLATE, shell
 
 
@@ -169,8 +170,8 @@ def test_a_set_that_cannot_be_read_keeps_no_other_from_being_decoded(recipe, che
         (["--test_sets", ""], 2, "--test_sets is needed"),
         (["--speechlm_exp", "nowhere", "--stage", "9"], 1, "no such file: nowhere/valid.acc.ave.pth"),
         (["--inference_config", "nowhere.yaml", "--stage", "9"], 1, "no such file: nowhere.yaml"),
-        (["--task", "codec_ssl_se", "--stop_stage", "5"], 2, "expected one of codec_ssl_plain_tts"),
-        (["--task", "codec_ssl_asr", "--stop_stage", "5"], 2, "--ssl_checkpoint_path is needed"),
+        (["--task", "audio_dialogue", "--stop_stage", "5"], 2, "expected one of codec_ssl_plain_tts"),
+        (["--task", "codec_ssl_tts", "--stop_stage", "5"], 2, "--ssl_checkpoint_path is needed"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_once(recipe, checkpoint, words, code, message):
@@ -234,6 +235,21 @@ def test_the_demonstration_ends_with_its_figures(recipe, tmp_path):
     os.remove(golden / "opuslm" / "tiny-llama" / "model.pth")
     gone = shell("./run.sh", *words, "--expdir", "exp/other", cwd=recipe)
     assert gone.returncode == 1 and "no model.pth in" in gone.stderr
+
+
+@pytest.mark.slow
+def test_a_speaker_is_extracted_from_recordings_of_two(recipe):
+    """Real recordings, mixed; tokenised by ESPnet's classes; decoded, with the speaker's other utterance as the prompt."""
+    words = ["--golden_root", REPO / "tests" / "golden", "--runs", "opuslm_tse", "--backend", "pytorch"]
+    done = shell("./run.sh", *words, cwd=recipe)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("7 of 7 utterances in ")
+    (made,) = recipe.glob("dump/raw_codec_ssl_tse_mini_an4/mixed/data.json")
+    assert [line.rsplit("/", 1)[1] for line in load(made)["data_files"]] == [
+        *("mix.scp,codec_ssl,kaldi_ark", "utt2spk,spk,text", "wav.scp,codec_ssl,kaldi_ark")
+    ]
+    wavs = list((recipe / "exp/opuslm_tiny/results/codec_ssl_tse_mixed").glob("log/output.1/wav.scp/*.wav"))
+    assert len(wavs) == 7
 
 
 def test_a_run_that_fails_keeps_no_other_from_running(recipe, tmp_path):

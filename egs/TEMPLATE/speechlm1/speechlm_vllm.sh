@@ -86,7 +86,7 @@ Data
   --task, --data_name, --test_sets, --local_data_opts, --fs ${fs}, --system_prompt
   --question              bagpiper, task dialogue: what the user asks about each recording (audio question answering)
   --test_jsons            the files to decode, in place of those that stage 5 makes
-  --ssl_checkpoint_path, --ssl_kmeans_path, --ssl_nlayer ${ssl_nlayer}   SSL model that tokenises recordings for codec_ssl_asr
+  --ssl_checkpoint_path, --ssl_kmeans_path, --ssl_nlayer ${ssl_nlayer}   SSL model that tokenises the recordings of opuslm's tasks
 Model
   --speechlm_exp          default \${expdir}/speechlm_\${tag}; --tag, --train_config name it as in ESPnet
   --inference_model       valid.acc.ave.pth; bagpiper: mp_rank_00_model_states.pt
@@ -154,8 +154,13 @@ case "${family}" in
     bagpiper) json_name=dataset.json module=espnet2_vllm.bin.inference default_model=mp_rank_00_model_states.pt ;;
 esac
 inference_model=${inference_model:-${default_model}}
-reads_tokens() { case "${task}" in codec_ssl_asr | aac_codecssl) ;; *) return 1 ;; esac; } # whether they are tokenised
-hears() { [ "${task}" = audio_to_text ] || [ -n "${question}" ] || reads_tokens; } # whether recordings are read
+recordings_of() { # recordings_of SET: names of the files of recordings that are read
+    if [ "${family}" = bagpiper ]; then
+        if [ "${task}" = audio_to_text ] || [ -n "${question}" ]; then echo wav.scp; fi
+    else
+        "${python}" -m espnet2_vllm.bin.prepare_data --family opuslm --task "${task}" --data-dir "data/$1" --show recordings
+    fi
+}
 # A dialogue about recordings is another set than one of transcripts.
 [ -z "${question}" ] || data_name+=_question
 audio_dir=${dumpdir}/audio_raw_${task}_${data_name}
@@ -187,18 +192,28 @@ if ! "${skip_data_prep}"; then
         needed data_name "${data_name}" "stages format and prepare"
         needed test_sets "${test_sets}" "stages format and prepare"
     fi
-    if runs 5 && reads_tokens; then
-        [ "${ssl_checkpoint_path}" != null ] || die 2 "--ssl_checkpoint_path is needed to tokenise recordings (config.yaml beside it)"
-        [ "${ssl_kmeans_path}" != null ] || die 2 "--ssl_kmeans_path is needed to tokenise recordings"
-        needed speechlm_exp "${speechlm_exp}" "tokenising recordings (or --tag)"
+
+    declare -A recordings=()
+    if runs 2 || runs 5; then
+        for dset in ${test_sets}; do
+            files=$(recordings_of "${dset}") || exit $?
+            recordings[${dset}]=${files}
+            if runs 5 && [ "${family}" = opuslm ] && [ -n "${files}" ]; then
+                [ "${ssl_checkpoint_path}" != null ] ||
+                    die 2 "--ssl_checkpoint_path is needed to tokenise recordings (config.yaml beside it)"
+                [ "${ssl_kmeans_path}" != null ] || die 2 "--ssl_kmeans_path is needed to tokenise recordings"
+                needed speechlm_exp "${speechlm_exp}" "tokenising recordings (or --tag)"
+            fi
+        done
     fi
 
     if runs 2; then
         for dset in ${test_sets}; do
-            if hears; then
+            if [ -n "${recordings[${dset}]}" ]; then
                 log "Stage 2 (format): data/${dset} -> ${audio_dir}/${dset}"
+                # shellcheck disable=SC2086
                 "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" \
-                    --output-dir "${audio_dir}/${dset}" --fs "${fs}"
+                    --output-dir "${audio_dir}/${dset}" --name ${recordings[${dset}]} --fs "${fs}"
             else
                 log "Stage 2 (format): ${task} reads no recordings: nothing to do for data/${dset}"
             fi
@@ -208,10 +223,12 @@ if ! "${skip_data_prep}"; then
     if runs 5; then
         for dset in ${test_sets}; do
             source_dir=data/${dset}
-            if hears; then source_dir=${audio_dir}/${dset}; fi
-            if reads_tokens; then
+            if [ -n "${recordings[${dset}]}" ]; then source_dir=${audio_dir}/${dset}; fi
+            if [ -n "${recordings[${dset}]}" ] && [ "${family}" = opuslm ]; then
                 log "Stage 5 (tokenise): ${source_dir} -> ${token_dir}/${dset}"
+                # shellcheck disable=SC2086
                 "${python}" -m espnet2_vllm.bin.tokenize_audio --data-dir "${source_dir}" --output-dir "${token_dir}/${dset}" \
+                    --name ${recordings[${dset}]} \
                     --train-config "${speechlm_exp}/config.yaml" --model-file "${speechlm_exp}/${inference_model}" \
                     ${inference_config:+--inference-config "${inference_config}"} \
                     --ssl-config "$(dirname "${ssl_checkpoint_path}")/config.yaml" --ssl-checkpoint "${ssl_checkpoint_path}" \

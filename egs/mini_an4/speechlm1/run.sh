@@ -6,9 +6,9 @@ set -euo pipefail
 
 stage=data            # First stage to run: data, format, prepare, inference, score, or their numbers.
 stop_stage=inference  # Last stage to run.
-# What to run, out of these and opuslm_asr.
+# What to run, out of these and opuslm_asr, opuslm_voices (speaker prompts), opuslm_se (noise), opuslm_tse (two speakers at once).
 runs="opuslm_tts opuslm_dialogue bagpiper_tts bagpiper_dialogue bagpiper_asr bagpiper_answer"
-test_sets=all         # Sets to decode: train (5 utterances), test (2) or all (7).
+test_sets=all         # Sets to decode: train (5 utterances), test (2) or all (7); opuslm_se and opuslm_tse have their own.
 backend=vllm          # vllm or pytorch.
 inference_nj=1        # Jobs of a run.
 nbest=1               # Hypotheses an utterance.
@@ -52,7 +52,19 @@ opuslm() { # opuslm TASK [OPTION...]
     copy_checkpoint "${golden_root}/opuslm/tiny-llama" "${expdir}/opuslm_tiny" config.yaml model.pth hf_backbone codec
     recipe --family opuslm --task "${task}" --speechlm_exp "${expdir}/opuslm_tiny" --inference_model model.pth \
         --inference_config conf/decode_opuslm.yaml --inference_dir "${expdir}/opuslm_tiny/results" "$@"
-    result_dirs+=("${expdir}/opuslm_tiny/results/${task}")
+    add_results "${expdir}/opuslm_tiny/results/${task}"
+}
+
+opuslm_from_sound() { # opuslm_from_sound TASK [OPTION...]: recordings go in as units of a tiny SSL model and codes
+    local task=$1 ssl=${expdir}/ssl_tiny
+    shift
+    [ -e "${ssl}/kmeans.npy" ] || "${python}" local/make_tiny_ssl.py "${ssl}"
+    opuslm "${task}" --ssl_checkpoint_path "${ssl}/model.pth" --ssl_kmeans_path "${ssl}/kmeans.npy" --ssl_nlayer 2 "$@"
+}
+
+add_results() { # add_results ROOT: of the sets that the last run decoded
+    local set
+    for set in ${sets}; do result_dirs+=("$1_${set}"); done
 }
 
 bagpiper() { # bagpiper TASK CONFIG [OPTION...]
@@ -72,13 +84,13 @@ bagpiper_with() { # bagpiper_with CHECKPOINT TASK CONFIG [OPTION...]
     shift 3
     recipe --family bagpiper --task "${task}" --speechlm_exp "${checkpoint}" --inference_config "conf/${config}.yaml" \
         --inference_dir "${checkpoint}/results" "$@"
-    result_dirs+=("${checkpoint}/results/${task}")
+    add_results "${checkpoint}/results/${task}"
 }
 
 recipe() {
-    ./speechlm_vllm.sh --stage "${stage}" --stop_stage "${stop_stage}" --data_name mini_an4 --test_sets "${test_sets}" \
+    ./speechlm_vllm.sh --stage "${stage}" --stop_stage "${stop_stage}" --data_name mini_an4 --test_sets "${sets}" \
         --backend "${backend}" --inference_nj "${inference_nj}" --nbest "${nbest}" --inference_args "${inference_args}" \
-        --expdir "${expdir}" --python "${python}" "$@" || code=$?
+        --expdir "${expdir}" --python "${python}" --local_data_opts "${python}" "$@" || code=$?
     # An utterance that failed keeps no other run from being decoded; a wrong option does.
     [ "${code}" -le 1 ] || exit "${code}"
     # The corpus is the same for every run.
@@ -90,25 +102,24 @@ code=0
 result_dirs=()
 system_prompt="repeat what the user says"
 for run in ${runs}; do
+    sets=${test_sets}
     case "${run}" in
         opuslm_tts) opuslm codec_ssl_plain_tts ;;
         opuslm_dialogue) opuslm text_dialogue --system_prompt "${system_prompt}" ;;
-        opuslm_asr)
-            ssl=${expdir}/ssl_tiny
-            [ -e "${ssl}/kmeans.npy" ] || "${python}" local/make_tiny_ssl.py "${ssl}"
-            opuslm codec_ssl_asr --ssl_checkpoint_path "${ssl}/model.pth" --ssl_kmeans_path "${ssl}/kmeans.npy" --ssl_nlayer 2
-            ;;
+        opuslm_asr) opuslm_from_sound codec_ssl_asr ;;
+        opuslm_voices) opuslm_from_sound codec_ssl_tts ;;
+        opuslm_se) sets=noisy && opuslm_from_sound codec_ssl_se ;;
+        opuslm_tse) sets=mixed && opuslm_from_sound codec_ssl_tse ;;
         bagpiper_tts) bagpiper text_to_audio inference_audio ;;
         bagpiper_dialogue) bagpiper dialogue inference_text --system_prompt "${system_prompt}" ;;
         bagpiper_asr) hearing audio_to_text inference_text ;;
         bagpiper_answer) hearing dialogue inference_text --question "what does the speaker say?" ;;
         *)
-            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, opuslm_asr, bagpiper_tts," \
-                "bagpiper_dialogue," \
-                "bagpiper_asr or bagpiper_answer" 1>&2
+            echo "$0: --runs: no run named '${run}'; expected opuslm_tts, opuslm_dialogue, opuslm_asr," \
+                "opuslm_voices, opuslm_se, opuslm_tse, bagpiper_tts, bagpiper_dialogue, bagpiper_asr or bagpiper_answer" 1>&2
             exit 2
             ;;
     esac
 done
-"${python}" local/summary.py --seconds "${SECONDS}" --test-sets "${test_sets}" "${result_dirs[@]}" || code=1
+"${python}" local/summary.py --seconds "${SECONDS}" "${result_dirs[@]}" || code=1
 exit "${code}"

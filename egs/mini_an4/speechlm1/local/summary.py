@@ -9,10 +9,9 @@ from pathlib import Path
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, required=True)
-    parser.add_argument("--test-sets", required=True)
-    parser.add_argument("results", nargs="+", help="<result root>/<task>, to which _<set> is added")
+    parser.add_argument("results", nargs="+", type=Path, help="<result root>/<task>_<set>")
     args = parser.parse_args()
-    directories = [Path(f"{root}_{name}") for root in args.results for name in args.test_sets.split()]
+    directories = args.results
     summaries = [directory / "summary.json" for directory in directories]
     if not any(path.is_file() for path in summaries):
         print(f"no results yet (stage inference has not run): {args.seconds} s")

@@ -197,18 +197,18 @@ class DecodingConfig:
 
 
 def load_decoding(
-    source: str | os.PathLike | Mapping, family: str, *, overrides: Mapping | None = None
+    source: str | os.PathLike | Mapping, family: str, *, overrides: Mapping | None = None, label: str = "<dict>"
 ) -> DecodingConfig:
     """Read the decoding yaml ``source`` (or an equal mapping) for a checkpoint of ``family`` ('bagpiper' or 'opuslm').
 
-    ``overrides``: values that win over the file, in the file's own names, nested or dotted (``{"audio.topk": 5}``);
-    None means not given. Raises ConfigError for a file that cannot be read, a key that is unknown, missing or of
-    another family, and a value of the wrong type or out of range; the message names file, line, key, what was expected
-    and what to do.
+    ``overrides``: values that win over the file, in the file's own names, nested or dotted (``{"audio.topk": 5}``); None means
+    not given. ``label``: what messages call a mapping. Raises ConfigError for a file that cannot be read, a key that is
+    unknown, missing or of another family, and a value of the wrong type or out of range; the message names file, line, key,
+    what was expected and what to do.
     """
     if family not in ("bagpiper", "opuslm"):
         raise ConfigError(f"unknown model family {family!r}; expected 'bagpiper' or 'opuslm'")
-    document = Document.read(source)
+    document = Document.read(source, label)
     document.override(overrides or {})
     if family == "bagpiper":
         return _bagpiper(document)

@@ -116,6 +116,13 @@ def settings_of(family: str, *choices: Decoding | Mapping[str, Any] | str | Path
     return settings
 
 
+def label_of(*choices: Decoding | Mapping[str, Any] | str | Path | None) -> str:
+    """What messages call the settings that ``settings_of`` makes: the last yaml file among them, if there is one."""
+    sources = [choice.source if isinstance(choice, Decoding) else choice for choice in choices]
+    files = [str(source) for source in sources if isinstance(source, (str, PathLike))]
+    return f"decoding settings (over {files[-1]})" if files else "decoding settings"
+
+
 def _mapping(modality: str, settings: Any) -> Mapping[str, Any]:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{modality}: expected settings by their names, got {settings!r}")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .answer import Answer, generated_segments, only_answer, wav_bytes
-from .decoding_choice import Decoding, settings_of
+from .decoding_choice import Decoding, label_of, settings_of
 from .drive import draw_seed
 from .errors import CheckpointError, ConfigError, DataError, SpeechLMError
 from .generation import Generation
@@ -147,15 +147,28 @@ class SpeechLM:
         try:
             results = [future.result() for future in futures]
         except BaseException:  # interrupted: nobody waits for the others any more
-            for future in futures:
-                future.cancel()
+            _cancel(futures)
             raise
         answers = self._answers(results)
         return only_answer(answers) if single else answers
 
     async def generate_async(self, messages: Sequence[Any], *args: Any, **options: Any) -> Answer | list[Answer]:
         """``generate`` for coroutines: many calls at once are batched by the engine."""
-        futures, single = await asyncio.to_thread(self._begin, messages, *_arguments(*args, **options))
+        begun, abandoned = [], threading.Event()
+
+        def begin() -> tuple[list[Future[Result]], bool]:
+            found = self._begin(messages, *_arguments(*args, **options))
+            begun.extend(found[0])
+            if abandoned.is_set():
+                _cancel(begun)
+            return found
+
+        try:
+            futures, single = await asyncio.to_thread(begin)
+        except asyncio.CancelledError:  # the thread goes on: whichever of the two comes later drops the requests
+            abandoned.set()
+            _cancel(begun)
+            raise
         results = await asyncio.gather(*map(asyncio.wrap_future, futures))
         answers = await asyncio.to_thread(self._answers, results)
         return only_answer(answers) if single else answers
@@ -282,7 +295,8 @@ class SpeechLM:
         """The model's settings with those of a call over them. ConfigError, naming the key, for what is wrong."""
         from .decoding import load_decoding
 
-        config = load_decoding(settings_of(self.checkpoint.family, self.decoding, decoding), self.checkpoint.family)
+        family, choices = self.checkpoint.family, (self.decoding, decoding)
+        config = load_decoding(settings_of(family, *choices), family, label=label_of(*choices))
         config.check_vocabulary(self.checkpoint.layout.vocab_size)
         return config
 
@@ -430,6 +444,11 @@ def _checked_seed(seed: int | None) -> int:
 
 def _sounds(utterance: Utterance) -> bool:
     return any(getattr(part, "continuous", ()) for part in utterance.parts)
+
+
+def _cancel(futures: Sequence[Future[Result]]) -> None:
+    for future in futures:
+        future.cancel()
 
 
 def _arguments(

@@ -15,7 +15,7 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class Document:
-    """``data`` of a yaml file (``source`` is its name) or of a mapping (``source`` is '<dict>')."""
+    """``data`` of a yaml file or of a mapping; ``source`` names it in messages."""
 
     def __init__(self, source: str, data: dict[str, Any], lines: Mapping[Path, int]):
         self.source = source
@@ -24,10 +24,13 @@ class Document:
         self._overridden: set[Path] = set()
 
     @classmethod
-    def read(cls, source: str | os.PathLike | Mapping) -> "Document":
-        """Raises ConfigError if the file is missing, not UTF-8, not yaml, not a mapping, or gives a key twice."""
+    def read(cls, source: str | os.PathLike | Mapping, label: str = "<dict>") -> "Document":
+        """Raises ConfigError if the file is missing, not UTF-8, not yaml, not a mapping, or gives a key twice.
+
+        ``label``: what a mapping is called; a file is called by its name.
+        """
         if isinstance(source, Mapping):
-            return cls("<dict>", _plain(source), {})
+            return cls(label, _plain(source), {})
         name = os.fspath(source)
         try:
             text = pathlib.Path(name).read_text(encoding="utf-8-sig")

@@ -17,6 +17,7 @@ from conftest import golden_files
 from espnet2_vllm import Decoding, SpeechLM, split_thinking
 from espnet2_vllm.decoding_choice import settings_of
 from espnet2_vllm.errors import CheckpointError, ConfigError, DataError
+from espnet2_vllm.generation import Generation
 
 CASES = golden_files("bagpiper/qwen3-s4-cb32-contaudio/cases/*cont_audio*.json")
 GREEDY = Decoding(temperature=0.0, max_step=12, min_step=2)
@@ -259,7 +260,43 @@ def test_a_coroutine_that_leaves_takes_its_request_along(model, monkeypatch):
     assert model.generate([["user", "text", "hello"]], GREEDY).outcome != "refused"
 
 
+def test_requests_of_a_coroutine_that_is_cancelled_while_they_are_prepared_are_dropped(model, monkeypatch):
+    prepare, go_on, prepared = model.utterances, threading.Event(), threading.Event()
+
+    def slowly(*args):
+        prepared.set()
+        assert go_on.wait(60)
+        return prepare(*args)
+
+    monkeypatch.setattr(model, "utterances", slowly)
+    endless = Decoding(temperature=1.0, max_step=100_000, min_step=100_000, enforce_modality=("text",))
+    begun = []
+    monkeypatch.setattr("espnet2_vllm.speechlm.Generation", lambda *args: begun.append(Generation(*args)) or begun[-1])
+
+    async def leave():
+        task = asyncio.create_task(model.generate_async([["user", "text", "hello"]], endless, seed=3))
+        await asyncio.to_thread(prepared.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        while not begun or model.engine._tasks:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert begun[0].future.cancelled()
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
+def test_a_wrong_setting_is_told_by_where_it_comes_from(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"^decoding settings: audio\.topk: "):
+        model.config(Decoding(audio={"topk": 0}))
+    file = tmp_path / "inference.yaml"
+    file.write_text("audio: {temperature: 0.7, topk: 5, cfg: 1, max_step: 9}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^decoding settings \(over {file}\): audio\.temperature: "):
+        model.config(Decoding(temperature=-1.0, source=file))
+
+
 def test_settings_over_settings(tmp_path):
     file = tmp_path / "inference.yaml"
     file.write_text("audio: {temperature: 0.7, topk: 5, cfg: 1, max_step: 9}\n", encoding="utf-8")

@@ -1,0 +1,206 @@
+"""From utterances to examples: which tasks the small models learn, and in which shares."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_rows import Example, Spoken, bagpiper_example, opuslm_example, without_condition
+from texts import answer
+
+from espnet2_vllm.layout import Layout
+from espnet2_vllm.prompt.opuslm import Facts, Turn
+from espnet2_vllm.prompt.tasks import TASKS
+
+# System prompts of the Bagpiper model. Without one it says the text that it is given and writes down the speech that it hears.
+ANSWER = "answer"
+VOICES = {"tts1": "voice one", "tts2": "voice two", "tts3": "voice three", "tts4": "voice four"}
+OWN_VOICE = "tts1"  # speaks where no voice is asked for
+_OWN_SHARE = 0.55
+_TTS_LISTENED = 0.3  # of the recordings to be heard, those of the voices that also speak
+_NO_LIMIT = 10**6
+_KINDS = {"digits": 0.7, "date": 0.08, "spell": 0.08, "command": 0.04, "question": 0.1}
+
+
+def load_corpus(data: Path, codes: Path, units: Path | None = None) -> list[Spoken]:
+    """``data``: a Kaldi directory; ``codes`` and ``units``: npz files, an array for each of its ids."""
+    lines = (data / "text").read_text(encoding="utf-8").splitlines()
+    texts = dict(line.split(" ", 1) for line in lines)
+    with np.load(codes) as file:
+        arrays = {uid: file[uid] for uid in texts if uid in file.files}
+    classes: dict[str, np.ndarray] = {}
+    if units is not None:
+        with np.load(units) as file:
+            classes = {uid: file[uid] for uid in arrays}
+    missing = len(texts) - len(arrays)
+    print(
+        f"{data}: {len(arrays)} utterances, {sum(map(len, arrays.values()))} frames"
+        + f", {missing} without codes" * bool(missing)
+    )
+    return [Spoken(uid, texts[uid], codes, classes.get(uid)) for uid, codes in arrays.items()]
+
+
+class Pool:
+    """Utterances by what they are good for; ``limit`` is the most frames that are drawn."""
+
+    def __init__(self, corpus: Sequence[Spoken], rng: random.Random) -> None:
+        self.rng = rng
+        self.limit = _NO_LIMIT
+        self._lists: dict[tuple[str, str], list[Spoken]] = {}
+        self._answers: dict[tuple[str, str], list[Spoken]] = {}
+        self._questions: list[Spoken] = []
+        for one in sorted(corpus, key=lambda spoken: len(spoken.codes)):
+            for group in (one.speaker, "tts" if one.is_target else "asr"):
+                self._lists.setdefault((group, one.kind), []).append(one)
+            if one.is_target:
+                self._answers.setdefault((one.speaker, one.text), []).append(one)
+        for one in sorted(corpus, key=lambda spoken: len(spoken.codes)):
+            if one.kind == "question" and self.spoken_answer(one.text, OWN_VOICE):
+                self._questions.append(one)
+
+    def draw(self, group: str) -> Spoken:
+        """An utterance of a speaker, or of all that are ``tts`` or ``asr``, of a kind by its share."""
+        kinds = [kind for kind in _KINDS if self._lists.get((group, kind))]
+        (kind,) = self.rng.choices(kinds, [_KINDS[kind] for kind in kinds])
+        return self._within(self._lists[group, kind])
+
+    def question(self) -> Spoken:
+        return self._within(self._questions)
+
+    def spoken_answer(self, question: str, speaker: str) -> Spoken | None:
+        found = self._answers.get((speaker, answer(question)))
+        return self.rng.choice(found) if found else None
+
+    @property
+    def converses(self) -> bool:
+        """Whether there are questions, and time for them: dialogues come when the lengths of utterances are no longer limited."""
+        return bool(self._questions) and self.limit == _NO_LIMIT
+
+    def _within(self, utterances: list[Spoken]) -> Spoken:
+        """Utterances are sorted by length; a tenth of them is always allowed."""
+        low, high = max(len(utterances) // 10, 1), len(utterances)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if len(utterances[middle].codes) <= self.limit else (low, middle)
+        return utterances[self.rng.randrange(low)]
+
+
+# -- Bagpiper ----------------------------------------------------------------------------------------------------------
+class BagpiperTasks:
+    """Draws examples. ``dropout``: share of those with a spoken answer whose condition is taken away (ESPnet's ``audio_cfg``)."""
+
+    SHARES = {
+        "text_to_audio": 0.4,
+        "audio_to_text": 0.38,
+        "dialogue_text": 0.07,
+        "dialogue_audio": 0.09,
+        "dialogue_two": 0.06,
+    }
+
+    def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, dropout: float) -> None:
+        self.layout, self.tokenizer, self.pool, self.dropout = layout, tokenizer, pool, dropout
+
+    def draw(self) -> Example:
+        rng = self.pool.rng
+        shares = {
+            task: share for task, share in self.SHARES.items() if self.pool.converses or not task.startswith("dialogue")
+        }
+        (task,) = rng.choices(list(shares), list(shares.values()))
+        example = bagpiper_example(self.layout, self.tokenizer, getattr(self, task)(), task)
+        if example.spoken and rng.random() < self.dropout:
+            return without_condition(example, self.layout)
+        return example
+
+    def text_to_audio(self) -> list[list[Any]]:
+        plain = self.pool.rng.random() < _OWN_SHARE
+        spoken = self.pool.draw(OWN_VOICE if plain else "tts")
+        voice = [] if plain else [["system", "text", VOICES[spoken.speaker]]]
+        return [*voice, ["user", "text", spoken.text], ["assistant", "audio", spoken]]
+
+    def audio_to_text(self) -> list[list[Any]]:
+        heard = self.pool.draw("tts" if self.pool.rng.random() < _TTS_LISTENED else "asr")
+        return [["user", "audio", heard], ["assistant", "text", heard.text]]
+
+    def dialogue_text(self) -> list[list[Any]]:
+        return [["system", "text", ANSWER], *self._turn(False)]
+
+    def dialogue_audio(self) -> list[list[Any]]:
+        return [["system", "text", ANSWER], *self._turn(True)]
+
+    def dialogue_two(self) -> list[list[Any]]:
+        return [
+            ["system", "text", ANSWER],
+            *self._turn(self.pool.rng.random() < 0.7),
+            *self._turn(self.pool.rng.random() < 0.7),
+        ]
+
+    def _turn(self, aloud: bool) -> list[list[Any]]:
+        question = self.pool.question()
+        reply = self.pool.spoken_answer(question.text, OWN_VOICE)
+        asked = ["user", "audio", question] if aloud else ["user", "text", question.text]
+        return [asked, ["assistant", "text", reply.text], ["assistant", "audio", reply]]
+
+
+# -- OpusLM ------------------------------------------------------------------------------------------------------------
+class OpusLMTasks:
+    """Draws examples of the tasks' own names in ESPnet."""
+
+    SHARES = {"codec_ssl_tts": 0.5, "codec_ssl_asr": 0.4, "audio_dialogue": 0.1}
+
+    def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, facts: Facts) -> None:
+        self.layout, self.tokenizer, self.pool, self.facts = layout, tokenizer, pool, facts
+
+    def draw(self) -> Example:
+        rng = self.pool.rng
+        shares = {
+            task: share for task, share in self.SHARES.items() if self.pool.has_questions or task != "audio_dialogue"
+        }
+        (task,) = rng.choices(list(shares), list(shares.values()))
+        entries = getattr(self, task)()
+        return opuslm_example(self.layout, self.tokenizer, TASKS[task], entries, self.facts, rng)
+
+    def codec_ssl_tts(self) -> dict[str, Any]:
+        spoken = self.pool.draw("tts")
+        prompt = self.pool.draw(spoken.speaker)
+        return {"text": spoken.text, "utt2spk": prompt, "wav.scp": spoken}
+
+    def codec_ssl_asr(self) -> dict[str, Any]:
+        heard = self.pool.draw("tts" if self.pool.rng.random() < _TTS_LISTENED else "asr")
+        return {"wav.scp": heard, "text": heard.text}
+
+    def audio_dialogue(self) -> dict[str, Any]:
+        question = self.pool.question()
+        reply = self.pool.spoken_answer(question.text, OWN_VOICE)
+        turns = [
+            Turn("user", "codec_ssl", False, question),
+            Turn("assistant", "text_bpe", True, reply.text),
+            Turn("assistant", "codec_ssl", True, reply),
+        ]
+        return {"dialogue": turns}
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+def batches(draw: Callable[[], Example], rng: random.Random, rows: int, ahead: int = 8) -> Iterator[list[Example]]:
+    """Examples of like length together, at most ``rows`` rows a batch with what fills them up; in random order."""
+    while True:
+        drawn: list[Example] = []
+        while sum(map(len, drawn)) < rows * ahead:
+            drawn.append(draw())
+        yield from shuffled(grouped(drawn, rows), rng)
+
+
+def grouped(examples: Sequence[Example], rows: int) -> list[list[Example]]:
+    groups: list[list[Example]] = [[]]
+    for example in sorted(examples, key=len):
+        if groups[-1] and len(example) * (len(groups[-1]) + 1) > rows:
+            groups.append([])
+        groups[-1].append(example)
+    return groups
+
+
+def shuffled(groups: list[list[Example]], rng: random.Random) -> list[list[Example]]:
+    rng.shuffle(groups)
+    return groups

@@ -1,0 +1,98 @@
+"""Discrete units that stand in for those of XEUS: the nearest of a few k-means centres to a frame's log-mel spectrum.
+
+OpusLM takes the units of a large SSL model in its first stream. This recipe has none; its units are plain acoustic classes and are
+called log-mel units wherever they are written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import kaldiio
+import numpy as np
+import torch
+
+SAMPLE_RATE, HOP, WINDOW, MELS = 16000, 320, 512, 40
+_FLOOR = 1e-5
+_ROUNDS = 12
+
+
+@cache
+def _filters() -> torch.Tensor:
+    """[MELS, WINDOW // 2 + 1] triangles on the mel scale."""
+    mel = torch.linspace(0, 2595 * np.log10(1 + SAMPLE_RATE / 2 / 700), MELS + 2, dtype=torch.float64)
+    edges = 700 * (10 ** (mel / 2595) - 1)
+    frequencies = torch.linspace(0, SAMPLE_RATE / 2, WINDOW // 2 + 1, dtype=torch.float64)
+    rising = (frequencies - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    falling = (edges[2:, None] - frequencies) / (edges[2:] - edges[1:-1])[:, None]
+    return torch.minimum(rising, falling).clamp(min=0).float()
+
+
+def log_mel(wav: np.ndarray) -> torch.Tensor:
+    """[n] at 16 kHz, int16 or float of full scale 1 -> [floor(n / 320), 40]; the mean of the clip is taken out (loudness)."""
+    samples = torch.from_numpy(np.asarray(wav, dtype=np.float32) / (32768 if wav.dtype == np.int16 else 1))
+    frames = len(samples) // HOP
+    around = torch.nn.functional.pad(samples[: frames * HOP], ((WINDOW - HOP) // 2, (WINDOW - HOP) // 2))
+    windows = around.unfold(0, WINDOW, HOP) * torch.hann_window(WINDOW)
+    energy = torch.fft.rfft(windows).abs().square() @ _filters().T
+    found = (energy + _FLOOR).log()
+    return found - found.mean()
+
+
+def nearest(features: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """[n, D] and [k, D] -> [n], from 0."""
+    return (centres.square().sum(1) - 2 * features @ centres.T).argmin(1)
+
+
+def fit(features: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Lloyd's k-means: [n, D] -> [count, D]. An empty class takes a frame at random."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = features[torch.randperm(len(features), generator=generator)[:count]].clone()
+    for _ in range(_ROUNDS):
+        classes = nearest(features, centres)
+        sizes = torch.bincount(classes, minlength=count)
+        sums = torch.zeros_like(centres).index_add_(0, classes, features)
+        empty = sizes == 0
+        centres = sums / sizes.clamp(min=1)[:, None]
+        centres[empty] = features[torch.randint(len(features), (int(empty.sum()),), generator=generator)]
+    return centres
+
+
+def units_of(wav: np.ndarray, centres: torch.Tensor) -> np.ndarray:
+    """[frames] int16 from 1: unit 0 is never used, since OpusLM reads a 0 as a pad."""
+    return (nearest(log_mel(wav), centres) + 1).numpy().astype(np.int16)
+
+
+def _recordings(directory: Path) -> Iterable[tuple[str, np.ndarray]]:
+    for uid, (rate, wav) in kaldiio.load_scp_sequential(str(directory / "wav.scp")):
+        assert rate == SAMPLE_RATE, f"{uid} has {rate} Hz, expected {SAMPLE_RATE}"
+        yield uid, wav
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("data", type=Path, help="directory with train/, answers/ and test/, each with a wav.scp")
+    parser.add_argument("output", type=Path, help="centres.npy and an npz for each are written here")
+    parser.add_argument("--units", type=int, default=64, help="how many")
+    parser.add_argument("--frames", type=int, default=100_000, help="frames that the centres are fitted to")
+    parser.add_argument("--seed", type=int, default=9)
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    spectra = {uid: log_mel(wav) for uid, wav in _recordings(args.data / "train")}
+    everything = torch.cat(list(spectra.values()))
+    chosen = torch.randperm(len(everything), generator=torch.Generator().manual_seed(args.seed))[: args.frames]
+    centres = fit(everything[chosen], args.units, args.seed).half().float()
+    np.save(args.output / "centres.npy", centres.half().numpy())
+    for name in ("train", "answers", "test"):
+        found = {uid: units_of(wav, centres) for uid, wav in _recordings(args.data / name)}
+        np.savez(args.output / f"{name}.npz", **found)
+        print(
+            f"{name}: {len(found)} utterances, {len(np.unique(np.concatenate(list(found.values()))))} log-mel units in use"
+        )
+
+
+if __name__ == "__main__":
+    main()

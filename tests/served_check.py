@@ -26,6 +26,7 @@ SETTINGS = {
     "async": {"asynchronous": True, "max_num_batched_tokens": 13},
     "roomy": {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 200},
     "ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32},
+    "fused ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32, "fused": True},
 }
 
 
@@ -64,7 +65,7 @@ def main(directory: str, *settings: str) -> None:
     if stage.layout.family == "opuslm":
         forced = stage.forced(4)
         pressed[:0] = [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
-    scenarios_of = {"roomy": cached, "ranks": pressed[:2]}
+    scenarios_of = {"roomy": cached, "ranks": pressed[:2], "fused ranks": pressed[:2]}
     for setting in settings:
         for scenario, *args in scenarios_of.get(setting, pressed):
             served = stage.engine(setting)

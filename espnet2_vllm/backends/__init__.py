@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "DTYPES", "Engine", "check_engine", "decode", "make_engine"]
 
 _ENGINES = {"vllm": ("vllm", "VllmEngine"), "pytorch": ("pytorch", "PyTorchEngine")}
+_SEVERAL = ("parallel", "DataParallelEngine")
 BACKENDS = tuple(_ENGINES)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -28,14 +29,15 @@ def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -
         name: ``vllm`` or ``pytorch``.
         checkpoint: an opened converted directory.
         dtype: of weights and activations; logits and sampling are float32 always.
-        options: the engine's own keyword arguments.
+        options: the engine's own keyword arguments. With a ``data_parallel_size`` it is so many engines.
 
     Raises:
         ConfigError: for an unknown backend, dtype or option, naming the nearest valid one.
         EngineError: if the backend is not installed or cannot run here.
     """
     check_engine(name, dtype)
-    module, class_name = _ENGINES[name]
+    several = name == "vllm" and options.get("data_parallel_size", 1) != 1
+    module, class_name = _SEVERAL if several else _ENGINES[name]
     try:
         engine_class = getattr(importlib.import_module(f".{module}", __package__), class_name)
     except ModuleNotFoundError as error:

@@ -26,6 +26,7 @@ from .options import (
     at_least,
     choose_device,
     engine_options,
+    in_flight,
     run_command,
     seed,
 )
@@ -305,7 +306,7 @@ def _decode(
         items(),
         speech=speech,
         seed=args.seed,
-        in_flight=args.in_flight,
+        in_flight=in_flight(args),
         total=len(writer_of),
         make_tower=None if listening is None else make_tower,
     )

@@ -98,6 +98,7 @@ def run_job(
 
     Args:
         items: utterances, or (key, error) for those that could not be read, each with the writer of its results.
+        in_flight: utterances handed to ``engine`` at once, at most.
         total: number of items, for the progress display.
         make_tower: what encodes continuous rows; called when the first sound comes.
 

@@ -21,7 +21,14 @@ LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
 BACKENDS = ("vllm", "pytorch")
 ESPNET = "espnet"  # no engine: another program
 # Options of their own for the settings of vLLM that people change most; the rest goes through --engine_option.
-_ENGINE_OPTIONS = ("max_num_seqs", "gpu_memory_utilization", "max_model_len", "enforce_eager")
+_ENGINE_OPTIONS = (
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "enforce_eager",
+    "tensor_parallel_size",
+    "data_parallel_size",
+)
 _NOT_GIVEN = object()
 RANDOM_SEED = "random"
 SEED_HELP = "Random seed; 'random' draws one and logs it (a run that goes on keeps the one that it began with)"
@@ -94,7 +101,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
         "device", help="Device of the pytorch backend and of the codec; by default the GPU where there is one to use"
     )
     add_engine_options(option)
-    option("in_flight", type=at_least(1), default=1024, help="Utterances handed to the engine at once, at most")
+    option("in_flight", type=at_least(1), default=1024, help="Utterances handed to an engine at once, at most")
     group = parser.add_argument_group("scores")
     option(
         "write_scores",
@@ -124,6 +131,8 @@ def add_engine_options(option: Callable[..., None]) -> None:
     option("gpu_memory_utilization", type=share, help="vllm: share of the GPU's memory")
     option("max_model_len", type=at_least(2), help="vllm: rows of a sequence at most, prompt included")
     option("enforce_eager", type=flag, nargs="?", const=True, help="vllm: no CUDA graphs")
+    option("tensor_parallel_size", type=at_least(1), help="vllm: GPUs that one model is spread over")
+    option("data_parallel_size", type=at_least(1), help="vllm: engines that share the utterances, each on its own GPUs")
     option("engine_option", action="append", default=[], metavar="NAME=VALUE", help="Any other option of the engine")
 
 
@@ -146,7 +155,21 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"--engine_option {pair!r}: the value is not valid yaml: {error}") from error
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if not isinstance(size := options.get(name, 1), int) or size < 1:
+            raise ConfigError(f"--engine_option {name}={size}: expected a whole number of at least 1")
     return options
+
+
+def gpus_wanted(args: argparse.Namespace) -> int:
+    """GPUs that the engines of these options take."""
+    options = engine_options(args)
+    return options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
+
+
+def in_flight(args: argparse.Namespace) -> int:
+    """Utterances handed to all engines at once, at most."""
+    return args.in_flight * engine_options(args).get("data_parallel_size", 1)
 
 
 def parse_with_given(

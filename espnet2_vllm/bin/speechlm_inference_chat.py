@@ -24,6 +24,8 @@ from .options import (
     choose_device,
     engine_options,
     flag,
+    gpus_wanted,
+    in_flight,
     run_command,
     seed,
 )
@@ -59,7 +61,13 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "nproc", type=at_least(1), default=1, help="Rank files to write; example i goes to rank i %% nproc")
     add(group, "output_dir", type=Path, required=True, help="The path of output directory")
     add(group, "batch_size", type=at_least(1), default=1, help="Accepted; the engine batches by itself")
-    add(group, "ngpu", type=at_least(0), default=0, help="The number of gpus. 0 indicates CPU mode (pytorch backend)")
+    add(
+        group,
+        "ngpu",
+        type=at_least(0),
+        default=0,
+        help="The number of gpus. 0 indicates CPU mode (pytorch backend)",
+    )
     add(group, "seed", type=seed, default=0, help=SEED_HELP)
     add(group, "num_workers", type=at_least(0), default=0, help="Accepted; there is no DataLoader")
     levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
@@ -166,10 +174,11 @@ def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingC
     for name in ("train_config", "data_path_and_name_and_type"):
         if not getattr(args, name):
             raise ConfigError(f"--{name} is missing")
-    if args.ngpu > 1:
+    if args.ngpu > 1 and args.ngpu != (wanted := gpus_wanted(args)):
         raise ConfigError(
-            f"--ngpu {args.ngpu}: one process decodes on one GPU, as in ESPnet; for several GPUs split the set and start a process "
-            "for each part (espnet2-vllm split-data; inference_nj in the recipe)"
+            f"--ngpu {args.ngpu}: the engine would take {wanted}; add --data_parallel_size {args.ngpu} (so many engines share the "
+            f"set) or --tensor_parallel_size {args.ngpu} (one model over all GPUs), or split the set and start a process for each "
+            "part (espnet2-vllm split-data; inference_nj in the recipe)"
         )
     for name in _SHAPES_FILES:
         if getattr(args, name) > 1:
@@ -269,7 +278,7 @@ def decode_set(
             speech=speech,
             seed=args.seed,
             nbest=nbest,
-            in_flight=args.in_flight,
+            in_flight=in_flight(args),
             total=len(data.examples),
         )
     finally:

@@ -32,7 +32,7 @@ class Served:
         self.scheduler = self.core.scheduler
         (self.runner,) = set(self.on_ranks(runner_of_worker))
         if fused:
-            self._install_kernels()
+            self.on_ranks(install_kernels)
         self._seats = self.scheduler.max_num_running_reqs
         self._budget = self.scheduler.max_num_scheduled_tokens
         self._unused: list = []
@@ -41,12 +41,6 @@ class Served:
         if isinstance(self.scheduler, GuidanceScheduler):
             self.scheduler._make_room = self._with_preemptions(self.scheduler._make_room)
         self.forget()
-
-    def _install_kernels(self) -> None:
-        from espnet2_vllm.engine.fused import FusedStep
-
-        state = self.core.model_executor.driver_worker.worker.model_runner.model_state
-        state.fused = FusedStep(state.core, state.model.speech_weights(), state.max_num_reqs)
 
     def forget(self) -> None:
         self.known, self.hits, self.preempted, self.on_schedule = {}, {}, [], None
@@ -207,6 +201,13 @@ class Served:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def install_kernels(worker) -> None:
+    from espnet2_vllm.engine.fused import FusedStep
+
+    state = worker.model_runner.model_state
+    state.fused = FusedStep(state.core, state.model.speech_weights(), state.max_num_reqs)
 
 
 def left_in_worker(worker) -> dict[str, object]:

@@ -1,0 +1,116 @@
+"""Several engines at once: ``data_parallel_size`` of the vllm backend, on CPUs."""
+
+import os
+import signal
+
+import pytest
+import torch
+from conftest import golden_models
+from fuzz.draws import replaced
+from stage import BLOCK, CONTEXT, Stage
+
+from espnet2_vllm.backends import Engine, make_engine
+from espnet2_vllm.backends.parallel import DEVICES, DataParallelEngine, device_shares
+from espnet2_vllm.checkpoint import ensure_converted
+from espnet2_vllm.errors import ConfigError, EngineError
+
+OPTIONS = {"max_model_len": CONTEXT, "block_size": BLOCK, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+SEED = 20261129
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return ensure_converted(next(path for path in golden_models("bagpiper") if path.name == "qwen3-s8-cb64"))
+
+
+# -- who gets which GPU -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("visible", "engines", "each", "shares"),
+    [
+        (None, 4, 1, ["0", "1", "2", "3"]),
+        (None, 2, 2, ["0,1", "2,3"]),
+        ("", 2, 1, ["0", "1"]),
+        ("3,1,2", 2, 1, ["3", "1"]),
+        ("GPU-a,GPU-b", 1, 2, ["GPU-a,GPU-b"]),
+    ],
+)
+def test_each_engine_has_gpus_of_its_own(monkeypatch, visible, engines, each, shares):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv(DEVICES, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(DEVICES, visible)
+    assert device_shares(engines, each) == shares
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(DEVICES, "0,1,2")
+    with pytest.raises(ConfigError, match="data_parallel_size 2 with 2 GPUs an engine needs 4 GPUs, 3 are visible"):
+        device_shares(2, 2)
+
+
+def test_without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_shares(2, 1) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size 0: expected a whole number of at least 1"),
+        ({"data_parallel_size": "two"}, "data_parallel_size 'two': expected a whole number"),
+        ({"data_parallel_size": 2, "keep_logits": True}, "logits are kept by an engine in this process only"),
+        ({"data_parallel_size": 2, "distributed_executor_backend": "ray"}, "with Ray leave data_parallel_size at 1"),
+    ],
+)
+def test_options_that_cannot_be_used(checkpoint, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_engine("vllm", checkpoint, "float32", **options)
+
+
+# -- engines ------------------------------------------------------------------------------------------------------------
+def finished(engine, *, rows: dict | None = None) -> dict:
+    found = {}
+    while engine.unfinished:
+        found.update(engine.step())
+        for name, fresh in engine.take_rows():
+            rows[name] = rows.get(name, 0) + len(fresh)
+    return found
+
+
+@pytest.mark.slow
+def test_two_engines(checkpoint):
+    """Each request is served as by one engine, wherever; one that dies is told of, with its own name."""
+    stage = Stage(checkpoint, {}, seed=SEED, requests=12)
+    engine = make_engine("vllm", checkpoint, "float32", data_parallel_size=2, **OPTIONS)
+    try:
+        assert isinstance(engine, Engine) and engine.max_rows == CONTEXT
+        streamed = replaced(stage.requests[0], "r0/streamed", stream=(4, 4))
+        for request in (*stage.requests, streamed):
+            engine.submit(request)
+        assert [len(one.requests) for one in engine._engines] == [7, 6]
+        engine.submit(replaced(stage.requests[0], "gone"))
+        engine.abort(["gone", "never there"])
+        engine.submit(replaced(stage.requests[1], "r1/gone"))
+        engine.abort(["r1/gone"])
+        engine.submit(replaced(stage.requests[1], "r1/gone"))  # the same name again
+        rows: dict = {}
+        found = finished(engine, rows=rows)
+        assert found.keys() == {*(one.request_id for one in stage.requests), "r0/streamed", "r1/gone"}
+        stage.check(found)
+        assert rows.keys() == {"r0/streamed"} and 0 < rows["r0/streamed"] <= len(found["r0/streamed"].rows)
+        for request in stage.requests:
+            engine.submit(request)
+        os.kill(engine._engines[1].process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"engine 2 of 2 ended with exit code -9 and \d+ requests under way"):
+            finished(engine)
+    finally:
+        engine.close()
+    assert engine.unfinished == 0
+
+
+@pytest.mark.slow
+def test_what_vllm_refuses_is_said_by_the_engine(checkpoint):
+    with pytest.raises(ConfigError, match="engine 1 of 1: vLLM refused the engine options .*max_num_seq"):
+        DataParallelEngine(checkpoint, data_parallel_size=1, max_num_seq=3)

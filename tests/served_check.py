@@ -65,7 +65,7 @@ def main(directory: str, *settings: str) -> None:
     if stage.layout.family == "opuslm":
         forced = stage.forced(4)
         pressed[:0] = [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
-    scenarios_of = {"roomy": cached, "ranks": pressed[:2], "fused ranks": pressed[:2]}
+    scenarios_of = {"roomy": cached, "ranks": pressed[:2], "fused ranks": pressed[:1]}
     for setting in settings:
         for scenario, *args in scenarios_of.get(setting, pressed):
             served = stage.engine(setting)

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, EngineError
 from .compat import check_wiring, layout_of
 from .core import SpeechWeights
 from .ranks import all_rows
@@ -110,6 +111,9 @@ class SpeechLMOlmo2ForCausalLM(SpeechModel, TransformersForCausalLM):
 
         The plan of transformers gathers q and k, because they are normed as a whole; vLLM's norm does that by itself.
         """
+        ranks, heads = get_tensor_model_parallel_world_size(), self.text_config.num_key_value_heads
+        if heads % ranks:
+            raise EngineError(f"tensor_parallel_size {ranks} does not divide the {heads} key-value heads of OLMo-2")
         shards = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
         plan = {f"layers.*.self_attn.{name}": style for name, style in shards.items()}
         self.model.tp_plan = {**self.model.tp_plan, **plan}

@@ -170,7 +170,10 @@ def test_nbest_in_a_dialogue_is_refused(model, decode, tmp_path, caplog):
         (["--engine_option", "max_num_seqs=2", "--max_num_seqs", 3], ["max_num_seqs", "twice"]),
         (["--max_num_seqs", 3], ["max_num_seqs", "pytorch"]),
         (["--device", "cuda:77"], ["--device cuda:77"]),
-        (["--ngpu", 2], ["--ngpu 2", "split-data"]),
+        (["--ngpu", 2], ["--ngpu 2: the engine would take 1", "--data_parallel_size 2", "split-data"]),
+        (["--ngpu", 3, "--tensor_parallel_size", 2, "--data-parallel-size", 2], ["--ngpu 3: the engine would take 4"]),
+        (["--engine_option", "tensor_parallel_size=two"], ["tensor_parallel_size=two: expected a whole number"]),
+        (["--ngpu", 2, "--data_parallel_size", 2], ["option of the pytorch backend 'data_parallel_size' is unknown"]),
     ],
 )
 def test_options_that_do_not_fit(model, decode, tmp_path, caplog, more, parts):

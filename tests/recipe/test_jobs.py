@@ -57,6 +57,20 @@ def test_a_hint_says_that_one_engine_batches(prepared):
     assert "Hint:" not in run(prepared, *words, "--inference_nj", "3", "--backend", "pytorch").stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "gpus"), [("--minlen 3", 1), ("--data_parallel_size 2", 2), ("--tensor-parallel-size 2", 2)]
+)
+def test_gpus_of_a_job(prepared, arguments, gpus):
+    """``--ngpu`` of ESPnet's recipes is of the training; a job takes as many where its options have a use for them."""
+    words = ["--stage", "inference", "--stop_stage", "inference", "--inference_nj", "1", "--inference_dir", "out"]
+    fixed = ["--data_name", "mini_an4", "--speechlm_exp", "model", "--python", FAKE_PYTHON, "--gpu_inference", "true"]
+    more = ["--ngpu", "2", "--inference_args", arguments]
+    done = shell("./speechlm_vllm.sh", *fixed, *OPUSLM, *words, *more, cwd=prepared, CUDA_VISIBLE_DEVICES="4,5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (prepared / "out/codec_ssl_plain_tts_all/log/speechlm_inference.1.log").read_text(encoding="utf-8")
+    assert f"--ngpu {gpus} " in log and arguments in log
+
+
 @pytest.mark.parametrize("launcher", ["queue", "slurm", "run"])
 def test_a_cluster_launcher_of_the_users_tree(prepared, launcher, tmp_path):
     """``cmd.sh`` chooses it; the whole recipe runs under ``bash -euo pipefail``."""

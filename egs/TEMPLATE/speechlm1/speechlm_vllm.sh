@@ -22,7 +22,7 @@ stage=1              # First stage to run, by number or name.
 stop_stage=10        # Last stage to run, by number or name.
 skip_data_prep=false # Skip stages 1 to 5.
 skip_eval=false      # Skip stages 9 and 10.
-ngpu=1               # GPUs of a job, with gpu_inference.
+ngpu=1               # GPUs of a job, with gpu_inference; one, unless inference_args have a use for more.
 nj=32                # Taken for ESPnet's recipes; formatting here runs as one process.
 inference_nj=        # Jobs of stage 9; empty: see the help.
 gpu_inference=       # true, false, or empty: true where there is an NVIDIA GPU.
@@ -96,7 +96,8 @@ Decoding
   --inference_config, --inference_args "--option value ...", --nbest ${nbest}
   --inference_tag, --inference_dir      result directory, named by ESPnet's rules if not given
   --inference_nj          jobs; default with vllm: one a GPU, or one, as an engine batches by itself; with pytorch: 32
-  --gpu_inference         default: true where there is an NVIDIA GPU;  --ngpu ${ngpu} GPUs a job
+  --gpu_inference         default: true where there is an NVIDIA GPU;  --ngpu ${ngpu} GPUs a job (more than one:
+                          with --data_parallel_size or --tensor_parallel_size in --inference_args)
   --test_unregistered_specifier, --test_registered_specifier    bagpiper: what to decode, in ESPnet's form
 Scoring
   --scoring_args
@@ -148,6 +149,8 @@ one_of backend "${backend}" vllm pytorch espnet
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
+# In ESPnet's recipes it is of the training, and decoding takes one.
+[[ ${inference_args} == *parallel[_-]size* ]] || ngpu=1
 
 case "${family}" in
     opuslm) json_name=data.json module=espnet2_vllm.bin.speechlm_inference_chat default_model=valid.acc.ave.pth ;;

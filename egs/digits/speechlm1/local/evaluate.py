@@ -1,7 +1,7 @@
 """How well a checkpoint speaks and listens: word error rates by pocketsphinx (a grammar of digits) and by the model itself.
 
-Every measurement is a line of OUTPUT/measurements.jsonl, a later one in place of an earlier one of the same thing; OUTPUT/quality.md,
-.json and .png are made of all of them.
+Every measurement is a line of OUTPUT/measurements.jsonl, a later one in place of an earlier one of the same thing. From all of them
+OUTPUT/quality.md, .json and .png are made.
 """
 
 from __future__ import annotations

@@ -93,11 +93,11 @@ class BagpiperTasks:
     """Draws examples. ``dropout``: share of those with a spoken answer whose condition is taken away (ESPnet's ``audio_cfg``)."""
 
     SHARES = {
-        "text_to_audio": 0.4,
-        "audio_to_text": 0.38,
-        "dialogue_text": 0.07,
-        "dialogue_audio": 0.09,
-        "dialogue_two": 0.06,
+        "text_to_audio": 0.44,
+        "audio_to_text": 0.4,
+        "dialogue_text": 0.06,
+        "dialogue_audio": 0.07,
+        "dialogue_two": 0.03,
     }
 
     def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, dropout: float) -> None:
@@ -155,9 +155,7 @@ class OpusLMTasks:
 
     def draw(self) -> Example:
         rng = self.pool.rng
-        shares = {
-            task: share for task, share in self.SHARES.items() if self.pool.has_questions or task != "audio_dialogue"
-        }
+        shares = {task: share for task, share in self.SHARES.items() if self.pool.converses or task != "audio_dialogue"}
         (task,) = rng.choices(list(shares), list(shares.values()))
         entries = getattr(self, task)()
         return opuslm_example(self.layout, self.tokenizer, TASKS[task], entries, self.facts, rng)

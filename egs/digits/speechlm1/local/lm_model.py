@@ -18,6 +18,7 @@ from espnet2_vllm.protocol import AUDIO, MODALITY, TEXT
 
 _BACKBONES = {"bagpiper": (Qwen3Config, Qwen3Model), "opuslm": (LlamaConfig, LlamaModel)}
 _MAX_ROWS = 2048
+_HEAD_STD = 0.02
 SAID = 5  # beside the phases: what is said, read off the middle of the network
 
 
@@ -66,8 +67,8 @@ class Net(nn.Module):
         self.emb = nn.Embedding(layout.vocab_size, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, layout.vocab_size, bias=False)
         self.stream_emb = nn.Embedding(layout.num_streams, config.hidden_size)
-        for table in (self.emb, self.lm_head, self.stream_emb):
-            nn.init.normal_(table.weight, std=emb_std)
+        for table, std in ((self.emb, emb_std), (self.lm_head, _HEAD_STD), (self.stream_emb, _HEAD_STD)):
+            nn.init.normal_(table.weight, std=std)
         with torch.no_grad():
             # OpusLM adds row 0 for every pad, and its rows of text are mostly pads: that row stays zero.
             self.emb.weight[layout.pad] *= layout.family == "bagpiper"

@@ -28,7 +28,7 @@ from espnet2_vllm.text import TextTokenizer
 
 _VALID_ONE_IN = 50  # utterances that are only looked at
 _WARM_UP = 0.04  # of the training
-_LENGTHS = ((0.0, 55), (0.06, 80), (0.15, 120), (0.25, 10**6))  # from which point on: the most frames of an utterance
+_LENGTHS = ((0.0, 55), (0.2, 80), (0.27, 120), (0.35, 10**6))  # from which point on: the most frames of an utterance
 
 
 def build_layout(family: str, tokenizer: Path, config: dict[str, Any], codec: Path) -> tuple[Layout, Any]:

@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("codec", type=Path)
     parser.add_argument("data", type=Path, help="with test/")
-    parser.add_argument("--count", type=int, default=100, help="utterances, of the speakers tts*")
+    parser.add_argument("--count", type=int, default=200, help="utterances, of the speakers tts*")
     parser.add_argument("--original", action=argparse.BooleanOptionalAction, default=True, help="the wavs as made, too")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -29,7 +29,8 @@ def main() -> None:
     pairs = [
         pair for pair in zip(clips.uids, clips.wavs, strict=True) if pair[0].startswith("tts") and "-digits-" in pair[0]
     ]
-    pairs = pairs[:: max(len(pairs) // args.count, 1)][: args.count]
+    chosen = np.unique(np.linspace(0, len(pairs) - 1, args.count).round().astype(int))
+    pairs = [pairs[index] for index in chosen]
     heard, logs = {"original": {}, "codec": {}}, []
     for uid, wav in pairs:
         wav = wav[: len(wav) // codec.hop * codec.hop]

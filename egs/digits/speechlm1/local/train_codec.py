@@ -2,7 +2,7 @@
 
 Three parts of the given time: first without quantiser (it is then started by k-means); then all together; then encoder and
 codebooks stand still, rounded to float16 (the codes are final: they can be dumped while training goes on), and the decoder alone
-learns on, against a discriminator. The checkpoint is rewritten every two minutes, so training can be stopped at any time.
+learns on. The checkpoint is rewritten every two minutes, so training can be stopped at any time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import numpy as np
 import torch
 import yaml
 from clips import Clips
-from codec_losses import SpectralDistance, SpectrumDiscriminator, deceive_loss, judge_loss
+from codec_losses import SpectralDistance
 from espnet2.tasks.gan_codec import GANCodecTask
 
 _HOP = 320
 _DROPOUT = 0.25  # share of a batch that uses a random number of codebooks
-_DEAD = 0.3  # a code that is used less often than this a batch is put elsewhere
+_DEAD = 0.05  # a code that is used less often than this share of the mean is put elsewhere
+# Of log mel, mel magnitude, waveform. The recogniser listens to the valleys between formants, which only logarithms show.
+_WEIGHTS = {"joint": (1.0, 2.0, 5.0), "decoder": (3.0, 1.0, 0.5)}
 _SAVE_EVERY = 120.0  # seconds
 _CHECKPOINT = "1epoch.pth"
 
@@ -65,14 +67,12 @@ class Training:
         self.vq = self.generator.quantizer.vq
         self.vq.quantizer_dropout = _DROPOUT
         for layer in self.vq.layers:
-            layer._codebook.threshold_ema_dead_code = _DEAD
+            layer._codebook.threshold_ema_dead_code = _DEAD * args.batch * args.frames / layer.codebook_size
         self.distance = SpectralDistance().to(args.device)
-        self.judge = SpectrumDiscriminator().to(args.device)
         self.train, self.rng = train, np.random.default_rng(args.seed)
         held_out = test.crops(16, 100 * _HOP, np.random.default_rng(0))
         self.held_out = held_out.to(args.device)
         self.optimizer = torch.optim.AdamW(self.generator.parameters(), lr=1e-3, betas=(0.8, 0.99), weight_decay=1e-3)
-        self.judging = torch.optim.AdamW(self.judge.parameters(), lr=1e-3, betas=(0.8, 0.99))
         self.started, self.step, self.frozen, self.quantised = time.monotonic(), 0, False, False
 
     @property
@@ -128,19 +128,9 @@ class Training:
         found = found.float()
         logs, magnitudes = self.distance(found, wav)
         shape = (found - wav).abs().mean()
-        loss = logs + 2 * magnitudes + 5 * shape + 0.1 * commitment
+        weights = _WEIGHTS["decoder" if self.frozen else "joint"]
+        loss = weights[0] * logs + weights[1] * magnitudes + weights[2] * shape + 0.1 * commitment
         figures = {"log": logs, "magnitude": magnitudes, "shape": shape, "commitment": commitment}
-        adversarial = self.frozen and self.args.adversarial > 0
-        if adversarial:
-            real, fake = wav[: self.args.judged], found[: self.args.judged]
-            judged = self.judge_step(real, fake.detach())
-            self.judge.requires_grad_(False)
-            with torch.no_grad():
-                wanted = self.judge(real)
-            verdict, features = deceive_loss(wanted, self.judge(fake))
-            self.judge.requires_grad_(True)
-            loss = loss + self.args.adversarial * (0.1 * verdict + features)
-            figures |= {"judge": judged, "verdict": verdict, "features": features}
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,13 +139,6 @@ class Training:
         self.optimizer.step()
         self.step += 1
         return {name: float(value.detach()) for name, value in figures.items()}
-
-    def judge_step(self, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-        loss = judge_loss(self.judge(real), self.judge(fake))
-        self.judging.zero_grad(set_to_none=True)
-        loss.backward()
-        self.judging.step()
-        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self) -> str:
@@ -176,6 +159,10 @@ class Training:
     def resume(self) -> None:
         state = torch.load(self.args.output / _CHECKPOINT, weights_only=True)
         self.model.load_state_dict(state, strict=False)
+        mean = self.args.batch * self.args.frames / self.vq.layers[0].codebook_size
+        for layer in self.vq.layers:
+            layer._codebook.cluster_size.mul_(mean)
+            layer._codebook.embed_avg.mul_(mean)
         self.quantised = True
 
     def run(self) -> None:
@@ -213,9 +200,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="stop earlier, after so many")
     parser.add_argument("--unquantised", type=int, default=150, help="steps before the quantiser starts")
-    parser.add_argument("--adversarial", type=float, default=0.2, help="weight of the discriminator; 0 for none")
     parser.add_argument("--batch", type=int, default=6, help="crops")
-    parser.add_argument("--judged", type=int, default=3, help="crops of a batch that the discriminator sees")
     parser.add_argument("--half", action=argparse.BooleanOptionalAction, default=True, help="convolutions in bfloat16")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in OUTPUT, with the decoder alone"

@@ -12,7 +12,7 @@ for need in ("espeakng_loader", "pocketsphinx", "soxr"):
     pytest.importorskip(need)
 
 RECIPE = pathlib.Path(__file__).resolve().parents[2] / "egs" / "digits" / "speechlm1"
-RELEASED = RECIPE / "exp_release" / "codec"
+RELEASED = RECIPE / "models" / "codec"
 
 
 def python(code, *arguments):

@@ -14,11 +14,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles its own sampler, which these models do not use
 
 import scenarios
+from fuzz import draws
 from fuzz.draws import replaced
+from fuzz.served import Served
 from stage import BLOCK, TIGHT, Stage
 
 from espnet2_vllm.backends.vllm import VllmEngine
 from espnet2_vllm.checkpoint import ensure_converted
+from espnet2_vllm.plan import RowRequest
 
 SEED = 20261004
 SETTINGS = {
@@ -28,6 +31,20 @@ SETTINGS = {
     "ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32},
     "fused ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32, "fused": True},
 }
+
+
+def guided_among_others(stage: Stage, served: Served) -> None:
+    """More than the cache holds."""
+    layout, rng = stage.layout, stage.rng
+
+    def draw(name: str) -> RowRequest:
+        rules = next(filter(draws.is_guided, (draws.rules(layout, rng, longest=16, guided=True) for _ in range(100))))
+        return RowRequest(name, draws.prompt(layout, rng, rng.randint(3, 40)), rules, rng.getrandbits(63))
+
+    made = [stage.oracle.clear(lambda: draw(f"guided {i}")) for i in range(4)]  # noqa: B023
+    stage.check(served.run(*made, *stage.requests))
+    assert served.preempted
+    served.assert_empty()
 
 
 def apart(stage: Stage) -> None:
@@ -48,7 +65,8 @@ def apart(stage: Stage) -> None:
 
 
 def main(directory: str, *settings: str) -> None:
-    stage = Stage(ensure_converted(pathlib.Path(directory)), SETTINGS, seed=SEED, requests=14)
+    requests = 8 if "ranks" in settings[0] else 14
+    stage = Stage(ensure_converted(pathlib.Path(directory)), SETTINGS, seed=SEED, requests=requests)
     if settings == ("apart",):
         apart(stage)
         print("all equal")
@@ -62,10 +80,11 @@ def main(directory: str, *settings: str) -> None:
     cached = [(scenarios.same_prompt_again,), (scenarios.equal_primary_ids, (BLOCK + 1,)), (scenarios.second_turn,)]
     if stage.layout.family == "bagpiper":
         cached.append((scenarios.same_sound,))
+        pressed.insert(1, (guided_among_others,))
     if stage.layout.family == "opuslm":
         forced = stage.forced(4)
         pressed[:0] = [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
-    scenarios_of = {"roomy": cached, "ranks": pressed[:2], "fused ranks": pressed[:1]}
+    scenarios_of = {"roomy": cached, "ranks": pressed[1:2], "fused ranks": [(scenarios.alone, 3)]}
     for setting in settings:
         for scenario, *args in scenarios_of.get(setting, pressed):
             served = stage.engine(setting)

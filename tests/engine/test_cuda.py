@@ -1,4 +1,4 @@
-"""On a GPU only: the host never waits for the device within a step, and what is printed of its memory is true."""
+"""On GPUs only: the host never waits for the device within a step, what is printed of its memory is true, and two GPUs are as one."""
 
 import logging
 import re
@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import golden_models
+from conftest import golden_files, golden_models
+from golden_cases import EXACT, Model, replay
 
 from espnet2_vllm.backends.vllm import VllmEngine
 from espnet2_vllm.checkpoint import ensure_converted, open_checkpoint
@@ -67,3 +68,17 @@ def test_no_step_waits_for_the_device(family, caplog):
     finally:
         engine.close()
     assert steps > 100
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("family", MODELS)
+def test_recorded_cases_on_two_gpus(family, way):
+    paths = golden_files(f"{family}/{MODELS[family]}/cases/*.json")
+    options = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16, way: 2}
+    model = Model(paths[0].parent.parent, "vllm", **options)
+    try:
+        wrong = [str(verdict) for verdict in (replay(model, path) for path in paths) if verdict.verdict != EXACT]
+    finally:
+        model.engine.close()
+    assert not wrong

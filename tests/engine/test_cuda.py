@@ -1,4 +1,4 @@
-"""On GPUs only: the host never waits for the device within a step, what is printed of its memory is true, and two GPUs are as one."""
+"""On GPUs only: the host never waits for the device in a step, what is printed of its memory is true, two GPUs are as one."""
 
 import logging
 import re

@@ -211,3 +211,20 @@ def test_tokenizer_writes_any_text_without_id_zero(tmp_path):
         assert tokenizer.decode_bagpiper(ids) == (back or text)
         assert tokenizer.decode_opuslm(tokenizer.encode_opuslm(text)) == (back or text)
     assert len(tokenizer.encode_bagpiper("three one four")) == 3
+
+
+def test_what_is_said_next_is_marked_from_before_the_first_sound():
+    from dataclasses import replace
+
+    from lm_rows import NOTHING, bagpiper_example, without_condition
+
+    layout, rng = bagpiper_layout(), np.random.default_rng(SEED)
+    reply = replace(spoken("ab", 6, rng), ends=(2, 5))  # rows of the speech by which a and b have been heard
+    messages = [["user", "text", "ab"], ["assistant", "audio", reply]]
+    example = bagpiper_example(layout, Letters(), messages, "text_to_audio")
+    a, b, nothing_left = ord("a"), ord("b"), layout.text.size
+    marked = [a] * 3 + [b] * 3 + [nothing_left] * (6 + BOOKS - 1 - 5)
+    start = example.spoken
+    assert example.coming[start : start + len(marked)].tolist() == marked
+    assert (example.coming[:start] == NOTHING).all() and (example.coming[start + len(marked) :] == NOTHING).all()
+    assert without_condition(example, layout).coming is None

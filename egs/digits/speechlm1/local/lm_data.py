@@ -22,6 +22,7 @@ OWN_VOICE = "tts1"  # speaks where no voice is asked for
 _OWN_SHARE = 0.55
 _TTS_LISTENED = 0.3  # of the recordings to be heard, those of the voices that also speak
 _NO_LIMIT = 10**6
+_SHORT_SHARE = 0.25  # of draws that are of the shortest quarter
 _KINDS = {"digits": 0.7, "date": 0.08, "spell": 0.08, "command": 0.04, "question": 0.1}
 
 
@@ -49,17 +50,20 @@ class Pool:
     def __init__(self, corpus: Sequence[Spoken], rng: random.Random) -> None:
         self.rng = rng
         self.limit = _NO_LIMIT
+        self.fill(corpus)
+
+    def fill(self, corpus: Sequence[Spoken]) -> None:
         self._lists: dict[tuple[str, str], list[Spoken]] = {}
         self._answers: dict[tuple[str, str], list[Spoken]] = {}
-        self._questions: list[Spoken] = []
-        for one in sorted(corpus, key=lambda spoken: len(spoken.codes)):
+        by_length = sorted(corpus, key=lambda spoken: len(spoken.codes))
+        for one in by_length:
             for group in (one.speaker, "tts" if one.is_target else "asr"):
                 self._lists.setdefault((group, one.kind), []).append(one)
             if one.is_target:
                 self._answers.setdefault((one.speaker, one.text), []).append(one)
-        for one in sorted(corpus, key=lambda spoken: len(spoken.codes)):
-            if one.kind == "question" and self.spoken_answer(one.text, OWN_VOICE):
-                self._questions.append(one)
+        self._questions = [
+            one for one in by_length if one.kind == "question" and self.spoken_answer(one.text, OWN_VOICE)
+        ]
 
     def draw(self, group: str) -> Spoken:
         """An utterance of a speaker, or of all that are ``tts`` or ``asr``, of a kind by its share."""
@@ -80,11 +84,13 @@ class Pool:
         return bool(self._questions) and self.limit == _NO_LIMIT
 
     def _within(self, utterances: list[Spoken]) -> Spoken:
-        """Utterances are sorted by length; a tenth of them is always allowed."""
+        """Of utterances sorted by length; a tenth is always allowed. Short ones, where ends are learnt, come more often."""
         low, high = max(len(utterances) // 10, 1), len(utterances)
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if len(utterances[middle].codes) <= self.limit else (low, middle)
+        if self.rng.random() < _SHORT_SHARE:
+            low = max(low // 4, 1)
         return utterances[self.rng.randrange(low)]
 
 
@@ -119,6 +125,10 @@ class BagpiperTasks:
         spoken = self.pool.draw(OWN_VOICE if plain else "tts")
         voice = [] if plain else [["system", "text", VOICES[spoken.speaker]]]
         return [*voice, ["user", "text", spoken.text], ["assistant", "audio", spoken]]
+
+    def heard(self, spoken: Spoken) -> Example:
+        messages = [["user", "audio", spoken], ["assistant", "text", spoken.text]]
+        return bagpiper_example(self.layout, self.tokenizer, messages, "audio_to_text")
 
     def audio_to_text(self) -> list[list[Any]]:
         heard = self.pool.draw("tts" if self.pool.rng.random() < _TTS_LISTENED else "asr")
@@ -164,6 +174,10 @@ class OpusLMTasks:
         spoken = self.pool.draw("tts")
         prompt = self.pool.draw(spoken.speaker)
         return {"text": spoken.text, "utt2spk": prompt, "wav.scp": spoken}
+
+    def heard(self, spoken: Spoken) -> Example:
+        entries = {"wav.scp": spoken, "text": spoken.text}
+        return opuslm_example(self.layout, self.tokenizer, TASKS["codec_ssl_asr"], entries, self.facts, self.pool.rng)
 
     def codec_ssl_asr(self) -> dict[str, Any]:
         heard = self.pool.draw("tts" if self.pool.rng.random() < _TTS_LISTENED else "asr")

@@ -19,6 +19,7 @@ from espnet2_vllm.protocol import AUDIO, MODALITY, TEXT
 _BACKBONES = {"bagpiper": (Qwen3Config, Qwen3Model), "opuslm": (LlamaConfig, LlamaModel)}
 _MAX_ROWS = 2048
 _HEAD_STD = 0.02
+COMING = 6  # and what is said next
 SAID = 5  # beside the phases: what is said, read off the middle of the network
 
 
@@ -58,6 +59,7 @@ class Net(nn.Module):
         self.model.embed_tokens = nn.Identity()
         # What is said is read off the middle of the network while it learns (CTC); the part that reads it is not exported.
         self.reader = nn.Linear(config.hidden_size, layout.text.size + 1, bias=False)
+        self.foresight = nn.Linear(config.hidden_size, layout.text.size + 1, bias=False)
         self._middle: torch.Tensor | None = None
         self.model.layers[config.num_hidden_layers * 2 // 3 - 1].register_forward_hook(self._keep_middle)
         self._product = half_product if half else functional.linear
@@ -132,13 +134,22 @@ class Net(nn.Module):
                 found.add(AUDIO, stream + 1, losses[:, stream], batch.tasks, places[0])
         if batch.said:
             found.add(SAID, 0, self._said(batch), batch.tasks, torch.tensor([place for place, *_ in batch.said]))
+        places = (batch.coming[:, :-1] >= 0).nonzero(as_tuple=True)
+        if len(places[0]):
+            logits = self._product(_normed(self._middle[places]), self.foresight.weight)
+            found.add(COMING, 0, _cross_entropy(logits, batch.coming[:, :-1][places]), batch.tasks, places[0])
         return found
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, T, S] -> [B, T, text size + 1]: what is heard at each row; the last entry is nothing new."""
+        self.hidden(rows)
+        return self._product(_normed(self._middle), self.reader.weight)
 
     def _said(self, batch: Batch) -> torch.Tensor:
         """Of each stretch of speech: connectionist temporal classification of its words, for each word."""
         stretches = [self._middle[place, start:stop] for place, start, stop, _ in batch.said]
         rows = nn.utils.rnn.pad_sequence(stretches)
-        logits = self._product(functional.rms_norm(rows, rows.shape[-1:]), self.reader.weight)
+        logits = self._product(_normed(rows), self.reader.weight)
         words = [torch.tensor(words) for *_, words in batch.said]
         lengths = [torch.tensor([len(part) for part in parts]) for parts in (stretches, words)]
         losses = functional.ctc_loss(
@@ -163,6 +174,10 @@ class Net(nn.Module):
         return self._product(hidden, heads.flatten(0, 1)).view(len(hidden), *offsets.shape) + offsets
 
 
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(rows, rows.shape[-1:])
+
+
 def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits, wanted, reduction="none")
 
@@ -175,11 +190,15 @@ class Batch:
         rows = np.zeros((len(examples), length, streams), dtype=np.int64)
         targets = np.zeros(rows.shape, dtype=bool)
         phases = np.full(rows.shape[:2], -1, dtype=np.int64)
+        coming = phases.copy()
         for place, example in enumerate(examples):
             rows[place, : len(example)] = example.rows
             targets[place, : len(example)] = example.targets
             phases[place, : len(example)] = example.phases
-        self.rows, self.targets, self.phases = (torch.from_numpy(part).to(device) for part in (rows, targets, phases))
+            if example.coming is not None:
+                coming[place, : len(example)] = example.coming
+        parts = (torch.from_numpy(part).to(device) for part in (rows, targets, phases, coming))
+        self.rows, self.targets, self.phases, self.coming = parts
         self.tasks = [example.task for example in examples]
         self.said = [(place, *stretch) for place, example in enumerate(examples) for stretch in example.said]
 
@@ -198,7 +217,9 @@ class Losses:
         self._parts[phase, stream] = values
         self._tasks[phase, stream] = (tasks, of)
 
-    def total(self, weights: Sequence[float], text_weight: float, said_weight: float) -> torch.Tensor:
+    def total(
+        self, weights: Sequence[float], text_weight: float, said_weight: float, coming_weight: float
+    ) -> torch.Tensor:
         """Text (and the choice of a modality) on the one side, speech on the other, each by its mean, so that neither drowns.
 
         ``weights``: of the streams, as ESPnet's ``stream_weights``.
@@ -206,6 +227,7 @@ class Losses:
         text = [values for (phase, _), values in self._parts.items() if phase in (MODALITY, TEXT)]
         audio = [weights[stream] * values.mean() for (phase, stream), values in self._parts.items() if phase == AUDIO]
         said = [said_weight * values.mean() for (phase, _), values in self._parts.items() if phase == SAID]
+        said += [coming_weight * values.mean() for (phase, _), values in self._parts.items() if phase == COMING]
         total = sum([*audio, *said])
         return torch.as_tensor(total + (text_weight * torch.cat(text).mean() if text else 0.0))
 
@@ -213,7 +235,7 @@ class Losses:
         """(task, part) -> (sum, count). Parts are ``modality``, ``text``, ``audio0``, ``audio1``, ..."""
         found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0])
         for (phase, stream), values in self._parts.items():
-            part = {MODALITY: "modality", TEXT: "text", SAID: "said"}.get(phase, f"audio{stream}")
+            part = {MODALITY: "modality", TEXT: "text", SAID: "said", COMING: "coming"}.get(phase, f"audio{stream}")
             tasks, of = self._tasks[phase, stream]
             numbers, places = values.detach().float().numpy(force=True), of.numpy(force=True)
             for place in np.unique(places):

@@ -22,12 +22,16 @@ NOTHING = -1  # the phase of a row that nobody has to predict
 
 @dataclass(frozen=True, eq=False)
 class Spoken:
-    """One utterance: its codes [T, books] and, for OpusLM, its units [T] from 1. ``uid`` is SPEAKER-KIND-NUMBER."""
+    """One utterance: its codes [T, books] and, for OpusLM, its units [T] from 1. ``uid`` is SPEAKER-KIND-NUMBER.
+
+    ``ends``: for each token of its text the row of its speech by which it has been heard, if that is known (lm_align.py).
+    """
 
     uid: str
     text: str
     codes: np.ndarray
     units: np.ndarray | None = None
+    ends: tuple[int, ...] | None = None
 
     @property
     def speaker(self) -> str:
@@ -54,6 +58,8 @@ class Example:
         phases: [N] int8, MODALITY, TEXT or AUDIO of ``espnet2_vllm.protocol``, or NOTHING: which mask decodes the row.
         spoken: first row, its modality's, of the last spoken segment of an answer; 0 if there is none.
         said: of each stretch of speech its first row, the row behind it and what is said, ids of the tokenizer.
+        coming: [N] of rows of an answer's speech the token of the text that is said next, one more than any when all has been said;
+            NOTHING where it is not known.
     """
 
     task: str
@@ -62,6 +68,7 @@ class Example:
     phases: np.ndarray
     spoken: int = 0
     said: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    coming: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,6 +89,7 @@ def bagpiper_example(layout: Layout, tokenizer: Any, messages: Sequence[Sequence
     ends = np.flatnonzero(np.isin(rows[:, 0], layout.end_tokens))
     targets = np.zeros(rows.shape, dtype=bool)
     phases = np.full(len(rows), NOTHING, dtype=np.int8)
+    coming = np.full(len(rows), NOTHING, dtype=np.int64)
     said, last = [], 0
     for start in np.flatnonzero(np.isin(rows[:, 0], [layout.specials[name] for name in ("audio", "text")])).tolist():
         end = int(ends[ends > start][0])
@@ -97,8 +105,18 @@ def bagpiper_example(layout: Layout, tokenizer: Any, messages: Sequence[Sequence
         if speech:
             targets[start + 1 : end, 1:] = True
             last = start
+            mark_coming(coming, start + 1, end, spoken[len(said) - 1], said[-1][2], layout)
     assert len(said) == len(spoken), f"{len(spoken)} stretches of speech, but {len(said)} found in the rows"
-    return Example(task, rows, targets, phases, last, tuple(said))
+    return Example(task, rows, targets, phases, last, tuple(said), coming)
+
+
+def mark_coming(
+    coming: np.ndarray, start: int, stop: int, spoken: Spoken, words: Sequence[int], layout: Layout
+) -> None:
+    """Fills in what is said next in rows start - 1 (before the first sound) to stop - 1 of ``spoken``."""
+    if spoken.ends is not None:
+        heard = np.searchsorted(spoken.ends, np.arange(-1, stop - start), side="right")
+        coming[start - 1 : stop] = np.array([*words, layout.text.size])[heard]
 
 
 def without_condition(example: Example, layout: Layout) -> Example:
@@ -111,7 +129,7 @@ def without_condition(example: Example, layout: Layout) -> Example:
     rows[: example.spoken] = layout.pad
     targets[: example.spoken + 1] = False
     phases[: example.spoken + 1] = NOTHING
-    return replace(example, rows=rows, targets=targets, phases=phases, said=example.said[-1:])
+    return replace(example, rows=rows, targets=targets, phases=phases, said=example.said[-1:], coming=None)
 
 
 # -- OpusLM ------------------------------------------------------------------------------------------------------------
@@ -134,6 +152,7 @@ def opuslm_example(
     rows = opuslm_sequence(layout, tokenizer, task, _as_codes(layout, entries), facts, rng)
     targets = np.zeros(rows.shape, dtype=bool)
     phases = np.full(len(rows), NOTHING, dtype=np.int8)
+    coming = np.full(len(rows), NOTHING, dtype=np.int64)
     said = []
     for bound in segment_bounds(layout, rows, task):
         start, content = bound.mark + 1, rows[bound.mark + 1 : bound.stop, 0]
@@ -142,16 +161,18 @@ def opuslm_example(
         modality = layout.modality_of(int(rows[bound.mark, 0]))
         speech = modality == "codec_ssl"
         if speech or modality == "spk":
-            words = tokenizer.encode_opuslm(spoken.pop(0).text)
+            one = spoken.pop(0)
+            words = tokenizer.encode_opuslm(one.text)
             said += [(start, end + layout.num_streams - 1, tuple(words))] if speech else []
         if bound.given:
             continue
         targets[start : end + 1, 0] = True
         if speech:
             targets[start:end, 1:] = True
+            mark_coming(coming, start, end + layout.num_streams - 1, one, words, layout)
         phases[start : bound.stop] = AUDIO if speech else TEXT
     # Pad rows stand behind every segment, so no stream of one segment is moved into the next.
-    return Example(task.name, delay.shift(rows), delay.shift(targets), phases, 0, tuple(said))
+    return Example(task.name, delay.shift(rows), delay.shift(targets), phases, 0, tuple(said), coming)
 
 
 def _speech(contents: Iterable[Any]) -> Iterator[Spoken]:

@@ -1,8 +1,8 @@
 """Make the data: texts spoken by espeak-ng, as Kaldi directories DIR/{train,answers,test}/{wav.scp,text,utt2spk} with wavs in arks.
 
 An utterance's id is SPEAKER-KIND-NUMBER. The four speakers named tts* are each one fixed voice, the targets of text to speech; the
-others vary in rate and pitch from utterance to utterance and are only listened to. ``answers`` holds what the questions of ``train``
-ask for, in one voice.
+others vary in rate and pitch from utterance to utterance and are only listened to. ``answers`` holds what the questions of
+``train`` ask for, in one voice.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import yaml
+from lm_align import aligned
 from lm_data import BagpiperTasks, OpusLMTasks, Pool, batches, grouped, load_corpus
 from lm_export import SPEAKER_ROWS, codec_files, export_bagpiper, export_opuslm, opuslm_tokens
 from lm_model import Batch, Net, backbone_config
@@ -28,7 +29,6 @@ from espnet2_vllm.text import TextTokenizer
 
 _VALID_ONE_IN = 50  # utterances that are only looked at
 _WARM_UP = 0.04  # of the training
-_LENGTHS = ((0.0, 55), (0.2, 80), (0.27, 120), (0.35, 10**6))  # from which point on: the most frames of an utterance
 
 
 def build_layout(family: str, tokenizer: Path, config: dict[str, Any], codec: Path) -> tuple[Layout, Any]:
@@ -138,7 +138,9 @@ class Trainer:
         self.backbone = backbone_config(self.family, config["text_size"], config["size"])
         self.net = Net(self.layout, self.backbone, config["emb_std"], config["half"]).to(args.device)
         if args.init:
-            self.net.load_state_dict(torch.load(args.init, map_location=args.device, weights_only=True))
+            state = torch.load(args.init, map_location=args.device, weights_only=True)
+            self.net.load_state_dict(state, strict=False)
+        self.aligned = False
         self.optimisers = optimisers(self.net, config["rate"], config["matrix_rate"])
         self._read()
         counts = {name: sum(p.numel() for p in part.parameters()) for name, part in self.net.named_children()}
@@ -153,8 +155,9 @@ class Trainer:
         ]
         self.rng.shuffle(corpus)
         held = len(corpus) // _VALID_ONE_IN
-        text = TextTokenizer(self.tokenizer)
-        self.pool = Pool(corpus[held:], self.rng)
+        self.corpus = corpus[held:]
+        self.text = text = TextTokenizer(self.tokenizer)
+        self.pool = Pool(self.corpus, self.rng)
         valid_rng = random.Random(self.args.seed + 1)
         valid = self._tasks(text, Pool(corpus[:held], valid_rng), 0.0)
         self.tasks = self._tasks(text, self.pool, self.config["audio_cfg"])
@@ -175,7 +178,9 @@ class Trainer:
             progress = step / self.args.steps if self.args.steps else elapsed / (60 * self.args.minutes)
             if progress >= 1:
                 break
-            self.pool.limit = next(limit for start, limit in reversed(_LENGTHS) if progress >= start)
+            if progress >= self.config["align_at"] and not self.aligned:
+                self.align()
+            self.pool.limit = next(limit for start, limit in reversed(self.config["lengths"]) if progress >= start)
             examples = next(stream)
             batch = Batch(examples, self.args.device)
             meter.add(self._step(batch, schedule(progress)))
@@ -193,9 +198,22 @@ class Trainer:
         self.export(step)
         print(f"done: {step} steps, {real} rows, {(time.monotonic() - began) / 60:.1f} minutes")
 
+    def align(self) -> None:
+        """From now on the speech of answers also teaches what is said next."""
+        self.net.eval()
+        corpus = aligned(self.net, self.text, self.corpus, self.tasks.heard, 2 * self.config["batch_rows"])
+        self.net.train()
+        self.pool.fill(corpus)
+        self.aligned = True
+
     def _step(self, batch: Batch, scale: float) -> dict[tuple[str, str], tuple[float, int]]:
         losses = self.net.losses(batch)
-        losses.total(self.config["stream_weights"], self.config["text_weight"], self.config["said_weight"]).backward()
+        losses.total(
+            self.config["stream_weights"],
+            self.config["text_weight"],
+            self.config["said_weight"],
+            self.config["coming_weight"],
+        ).backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         for optimiser, rate in zip(self.optimisers, (self.config["matrix_rate"], self.config["rate"]), strict=True):
             for group in optimiser.param_groups:

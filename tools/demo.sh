@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then the mini_an4 recipe from recordings and transcripts to text and wav files, with tiny checkpoints of both
-# families. Arguments go to egs/mini_an4/speechlm1/run.sh (--help shows them).
+# Set-up; small trained models of both families that speak and listen; then the mini_an4 recipe from recordings and transcripts
+# to text and wav files, with tiny untrained checkpoints. Arguments go to egs/mini_an4/speechlm1/run.sh (--help shows them).
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -15,7 +15,22 @@ export PATH="${VENV}/bin:${PATH}"
 # Tiny models need little room for their cache, and decode faster than anything can be compiled.
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} TORCH_COMPILE_DISABLE=${TORCH_COMPILE_DISABLE:-1}
 
+cat <<EOF
+
+What follows: two small models, trained on digits, spelled words and short questions (egs/digits), speak, hear what they said,
+answer spoken questions and say AN4's transcripts. Then AN4's recordings and transcripts go through a recipe's stages as in
+ESPnet, with tiny untrained checkpoints: their files mean nothing, everything around them is what a released checkpoint takes.
+EOF
+code=0
 cd "${recipe}"
+local/data.sh python3 >/dev/null
+(cd "${repo}/egs/digits/speechlm1" && ./run.sh --expdir exp --transcripts "${recipe}/data/all/text") || code=1
+
 # A demonstration decodes; it does not take over what an earlier one finished.
 rm -rf exp/demo
-./run.sh --expdir exp/demo "$@"
+./run.sh --expdir exp/demo "$@" || code=1
+cat <<EOF
+
+Speech to listen to: ${repo}/egs/digits/speechlm1/exp/demo/three_one_four.wav and those beside it
+EOF
+exit "${code}"

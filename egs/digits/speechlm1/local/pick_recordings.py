@@ -1,0 +1,42 @@
+"""The few recordings of the test set that ship with the recipe: ``pick_recordings.py data/test recordings``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import kaldiio
+import soundfile
+from texts import answer
+
+# A recording of the voice that speaks, strings of digits in other voices, and two questions of one speaker.
+_PICKED = {
+    "voice": "tts1-digits",
+    **{f"digits{i}": f"asr{3 * i:02}-digits" for i in range(1, 6)},
+    "question1": "asr14-question-00138",
+    "question2": "asr14-question-00178",
+}
+_FRAMES = range(75, 150)  # of the codec, in recordings that are picked by their speaker
+
+
+def main() -> None:
+    test, output = map(Path, sys.argv[1:])
+    output.mkdir(parents=True, exist_ok=True)
+    texts = dict(line.split(" ", 1) for line in (test / "text").read_text(encoding="utf-8").splitlines())
+    wavs = kaldiio.load_scp(str(test / "wav.scp"))
+    said = {}
+    for name, prefix in _PICKED.items():
+        found = [uid for uid in sorted(texts) if uid.startswith(prefix)]
+        key = next(uid for uid in found if uid == prefix or len(wavs[uid][1]) // 320 in _FRAMES)
+        rate, wav = wavs[key]
+        soundfile.write(output / f"{name}.flac", wav, rate)
+        said[name] = texts[key]
+        print(f"{name}: {key} {texts[key]!r}")
+    lines = "".join(f"{name} {text}\n" for name, text in said.items())
+    (output / "text").write_text(lines, encoding="utf-8")
+    answers = "".join(f"{name} {answer(text)}\n" for name, text in said.items() if name.startswith("question"))
+    (output / "answer").write_text(answers, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["reference", "listen", "speak", "answer"])
     parser.add_argument("--search", nargs="+", default=["greedy", "sampled"])
     parser.add_argument("--scales", nargs="+", type=float, default=[1.0, 1.5, 2.0, 3.0], help="of guidance (Bagpiper)")
-    parser.add_argument("--full-scales", nargs="+", type=float, default=[2.0, 1.0], help="measured on all utterances")
+    parser.add_argument("--full-scales", nargs="+", type=float, default=[1.5, 1.0], help="measured on all utterances")
     parser.add_argument("--utterances", type=int, default=500)
     parser.add_argument("--curve-utterances", type=int, default=200, help="for the other scales, and spoken questions")
     parser.add_argument("--seed", type=int, default=SEED)

@@ -98,21 +98,13 @@ class Pool:
 class BagpiperTasks:
     """Draws examples. ``dropout``: share of those with a spoken answer whose condition is taken away (ESPnet's ``audio_cfg``)."""
 
-    SHARES = {
-        "text_to_audio": 0.44,
-        "audio_to_text": 0.4,
-        "dialogue_text": 0.06,
-        "dialogue_audio": 0.07,
-        "dialogue_two": 0.03,
-    }
-
-    def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, dropout: float) -> None:
-        self.layout, self.tokenizer, self.pool, self.dropout = layout, tokenizer, pool, dropout
+    def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, shares: dict[str, float], dropout: float) -> None:
+        self.layout, self.tokenizer, self.pool, self.shares, self.dropout = layout, tokenizer, pool, shares, dropout
 
     def draw(self) -> Example:
         rng = self.pool.rng
         shares = {
-            task: share for task, share in self.SHARES.items() if self.pool.converses or not task.startswith("dialogue")
+            task: share for task, share in self.shares.items() if self.pool.converses or not task.startswith("dialogue")
         }
         (task,) = rng.choices(list(shares), list(shares.values()))
         example = bagpiper_example(self.layout, self.tokenizer, getattr(self, task)(), task)
@@ -158,14 +150,12 @@ class BagpiperTasks:
 class OpusLMTasks:
     """Draws examples of the tasks' own names in ESPnet."""
 
-    SHARES = {"codec_ssl_tts": 0.5, "codec_ssl_asr": 0.4, "audio_dialogue": 0.1}
-
-    def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, facts: Facts) -> None:
-        self.layout, self.tokenizer, self.pool, self.facts = layout, tokenizer, pool, facts
+    def __init__(self, layout: Layout, tokenizer: Any, pool: Pool, shares: dict[str, float], facts: Facts) -> None:
+        self.layout, self.tokenizer, self.pool, self.shares, self.facts = layout, tokenizer, pool, shares, facts
 
     def draw(self) -> Example:
         rng = self.pool.rng
-        shares = {task: share for task, share in self.SHARES.items() if self.pool.converses or task != "audio_dialogue"}
+        shares = {task: share for task, share in self.shares.items() if self.pool.converses or task != "audio_dialogue"}
         (task,) = rng.choices(list(shares), list(shares.values()))
         entries = getattr(self, task)()
         return opuslm_example(self.layout, self.tokenizer, TASKS[task], entries, self.facts, rng)

@@ -183,7 +183,7 @@ def decode_yaml(codec: Path) -> dict[str, Any]:
         "nbest": 1,
         "codec_ssl": {
             "search_algo": "topk_sampling",
-            "sampling_temperature": 0.8,
+            "sampling_temperature": 0.6,
             "topk": 20,
             **lengths,
             "minlen": 10,

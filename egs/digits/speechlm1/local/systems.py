@@ -26,7 +26,7 @@ from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.codec import load_codec
 
 RATE = 16000
-SEARCHES = {"greedy": {"temperature": 0.0, "topk": 1}, "sampled": {"temperature": 0.8, "topk": 20}}
+SEARCHES = {"greedy": {"temperature": 0.0, "topk": 1}, "sampled": {"temperature": 0.6, "topk": 20}}
 _TEXT = {"temperature": 0.0, "topk": 1, "cfg": 1, "max_step": 48}
 _ROWS = {"min_step": 10, "max_step": 400}
 

@@ -165,9 +165,9 @@ class Trainer:
 
     def _tasks(self, text: TextTokenizer, pool: Pool, dropout: float) -> BagpiperTasks | OpusLMTasks:
         if self.family == "bagpiper":
-            return BagpiperTasks(self.layout, text, pool, dropout)
+            return BagpiperTasks(self.layout, text, pool, self.config["shares"], dropout)
         facts = Facts(SPEAKER_ROWS, True, 2048, self.layout.num_streams)
-        return OpusLMTasks(self.layout, text, pool, facts)
+        return OpusLMTasks(self.layout, text, pool, self.config["shares"], facts)
 
     def run(self) -> None:
         began = exported = said = time.monotonic()

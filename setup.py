@@ -33,7 +33,8 @@ setup(
         "arkive": ["pyarrow"],
         "bench": ["matplotlib"],
         "browser": ["playwright"],  # and a Chromium, which the page of reports is tested in
-        "digits": ["espeakng-loader", "pocketsphinx", "soxr"],  # the data of egs/digits, and who hears it independently
+        # the data of egs/digits, and who hears it independently
+        "digits": ["espeakng-loader", "jiwer", "matplotlib", "pocketsphinx", "soxr"],
         "score": ["jiwer"],
         "test": [
             "espeakng-loader",

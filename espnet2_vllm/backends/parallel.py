@@ -118,10 +118,10 @@ class EngineProcess:
         try:
             message = receive(self.connection)
         except (EOFError, OSError):
-            code = self.process.wait()
+            self.end()
             raise EngineError(
-                f"{self.name} ended with exit code {code} and {len(self.requests)} requests under way, which have no result; its "
-                "last lines in the log say why"
+                f"{self.name} ended with exit code {self.process.returncode} and {len(self.requests)} requests under way, which "
+                "have no result; its last lines in the log say why"
             ) from None
         if isinstance(message, SpeechLMError):
             raise type(message)(f"{self.name}: {message}")

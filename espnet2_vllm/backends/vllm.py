@@ -138,7 +138,9 @@ class VllmEngine:
             # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
             # On Ray's other machines too, where vLLM takes along its own variables only.
-            os.environ.setdefault("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "TRITON_F32_DEFAULT")
+            taken = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
+            names = dict.fromkeys([*filter(None, taken.split(",")), "TRITON_F32_DEFAULT"])
+            os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(names)
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"scheduler_cls": SCHEDULERS[checkpoint.layout.family], "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):

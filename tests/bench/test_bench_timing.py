@@ -76,7 +76,8 @@ def test_first_rows_are_seen_once_and_by_the_callers_name():
 def test_memory_counts_each_storage_once():
     model = torch.nn.Linear(10, 6, bias=True)
     heads = types.SimpleNamespace(weight=torch.zeros(3, 4), ids=torch.zeros(2, dtype=torch.int64), layout="a layout")
-    core = types.SimpleNamespace(history=torch.zeros(5, 7, dtype=torch.int32), heads=heads)
+    # Of one rank the core's embedding is the model's; of several it is whole and the core's own.
+    core = types.SimpleNamespace(history=torch.zeros(5, 7, dtype=torch.int32), heads=heads, embedding=model.weight[:3])
     fused = types.SimpleNamespace(weight=torch.zeros(8), view=model.weight[:2], core=core)
     whole = torch.zeros(64)
     caches = [whole[:32], [whole[32:]], torch.zeros(4)]
@@ -84,6 +85,9 @@ def test_memory_counts_each_storage_once():
     on_v2 = memory_by_owner(types.SimpleNamespace(model=model, kv_caches=caches, model_state=state))
     expected = {"weights": 4 * 66, "kv_cache": 4 * 68, "history_table": 4 * 35, "auxiliary_heads": 4 * 20 + 16}
     assert {name: on_v2[name] for name in expected} == expected
+    core.embedding = torch.zeros(9, 2)
+    sharded = memory_by_owner(types.SimpleNamespace(model=model, kv_caches=caches, model_state=state))
+    assert sharded["weights"] == 4 * (66 + 18)
     on_v1 = memory_by_owner(types.SimpleNamespace(model=model, kv_caches=caches, core=core))
     assert on_v1["auxiliary_heads"] == 4 * 12 + 16
     plain = memory_by_owner(types.SimpleNamespace(model=model, kv_caches=caches))

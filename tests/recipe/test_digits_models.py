@@ -90,12 +90,10 @@ def test_spoken_questions_are_answered_in_text_and_then_in_speech(model):
 def test_the_opuslm_model_speaks_and_hears_through_its_command_line(tmp_path):
     """Text-to-speech with a speaker prompt, and recognition of what came out."""
     script = (
-        "import sys; from pathlib import Path; from systems import OpusLMSystem; import numpy as np\n"
-        "from lm_rows import Spoken; from logmel_units import units_of; import soundfile, torch\n"
+        "import sys; from pathlib import Path; from systems import OpusLMSystem; import soundfile\n"
         "folder, work, texts = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(',')\n"
-        "system = OpusLMSystem(folder, 'pytorch', work, None, folder / 'logmel_centres.npy')\n"
-        "wav = soundfile.read(sys.argv[4], dtype='int16')[0]\n"
-        "system._voice = system._heard(0, wav)\n"
+        "voice = soundfile.read(sys.argv[4], dtype='int16')[0]\n"
+        "system = OpusLMSystem(folder, 'pytorch', work, voice, folder / 'logmel_centres.npy')\n"
         "wavs = system.speak(texts, 'sampled', 1, 3)\n"
         "print(*system.listen(wavs), sep='\\n')\n"
     )

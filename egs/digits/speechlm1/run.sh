@@ -82,8 +82,8 @@ fi
 if runs 5; then
     for family in ${families}; do
         "${python}" local/evaluate.py "${models}/${family}" "${expdir}/evaluate_${family}" --data "${datadir}/test" \
-            --codes "${expdir}/codes/test.npz" --units "${expdir}/units/test.npz" --backend "${backend}" \
-            --utterances "${utterances}"
+            --seen "${datadir}"/{train,answers}/text --backend "${backend}" \
+            --utterances "${utterances}" --curve-utterances "$((utterances < 200 ? utterances : 200))"
     done
 fi
 if runs 6; then

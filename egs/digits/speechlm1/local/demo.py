@@ -61,7 +61,7 @@ def read_text(path: Path) -> dict[str, str]:
 
 # -- the model of the new style ----------------------------------------------------------------------------------------
 def show_bagpiper(model: SpeechLM, shown: Shown, transcripts: dict[str, str]) -> None:
-    print(f"\n1. It speaks: {SPOKEN!r}, with guidance at scale 2")
+    print(f"\n1. It speaks: {SPOKEN!r}, with guidance (conf/inference_speak.yaml)")
     spoken = shown.keep(SPOKEN.replace(" ", "_"), model.generate([["user", "text", SPOKEN]], SPEAK, seed=SEED).audio)
     if spoken:
         print("\n2. It listens: the same wav in, its words out")
@@ -95,6 +95,8 @@ def say_transcripts(model: SpeechLM, shown: Shown, transcripts: dict[str, str]) 
     for key, answer in zip(transcripts, answers, strict=True):
         print(f"  {key}: {transcripts[key]}")
         paths.append(shown.keep(key, answer.audio))
+    if not any(paths):
+        return
     heard = model.generate([[["user", "audio", str(path)]] for path in paths if path], LISTEN, seed=SEED)
     said = [text for text, path in zip(transcripts.values(), paths, strict=True) if path]
     print(f"  word error rate of the model on what it said: {100 * jiwer.wer(said, [one.text for one in heard]):.0f} %")

@@ -19,7 +19,7 @@ import jiwer
 import kaldiio
 import numpy as np
 import soundfile
-from lm_data import OWN_VOICE, load_corpus
+from lm_data import OWN_VOICE
 from lm_rows import Spoken
 from quality_report import write_report
 from recognise import DigitRecogniser
@@ -70,6 +70,10 @@ def interval(errors: np.ndarray, words: np.ndarray, seed: int = SEED) -> tuple[f
     return 100 * errors.sum() / words.sum(), float(low), float(high)
 
 
+def read_text(path: Path) -> dict[str, str]:
+    return dict(line.split(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
+
+
 def _recognise(wavs: Sequence[np.ndarray]) -> list[str]:
     recogniser = DigitRecogniser()
     return [recogniser(wav) if len(wav) else "" for wav in wavs]
@@ -79,11 +83,16 @@ class Evaluation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.family = ensure_converted(args.checkpoint).family
-        corpus = load_corpus(args.data, args.codes, args.units)
-        self.digits = sorted((one for one in corpus if one.kind == "digits"), key=lambda one: one.uid[::-1])
+        nothing = np.zeros((0, 0), np.int64)
+        corpus = [Spoken(uid, text, nothing) for uid, text in read_text(args.data / "text").items()]
+        seen = {text for file in args.seen for text in read_text(file).values()}
+        digits = sorted((one for one in corpus if one.kind == "digits"), key=lambda one: one.uid[::-1])
+        self.digits = [one for one in digits[args.first :] if one.text not in seen]
+        print(f"{len(self.digits)} strings of digits, of which none is among {len(seen)} texts that were seen")
         self.questions = [one for one in corpus if one.kind == "question"]
-        self.voice = next(one for one in corpus if one.speaker == OWN_VOICE and 90 < len(one.codes) < 130)
         self.wavs = kaldiio.load_scp(str(args.data / "wav.scp"))
+        own = (self.wavs[one.uid][1] for one in corpus if one.speaker == OWN_VOICE)
+        self.voice = next(wav for wav in own if 2 * RATE < len(wav) < 2.5 * RATE)
         args.output.mkdir(parents=True, exist_ok=True)
         self.pool = ProcessPoolExecutor(args.jobs)
 
@@ -193,8 +202,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="Kaldi directory of the test utterances")
-    parser.add_argument("--codes", type=Path, required=True, help="npz of their codes")
-    parser.add_argument("--units", type=Path, help="npz of their log-mel units (OpusLM)")
+    parser.add_argument(
+        "--seen", type=Path, nargs="*", default=[], help="text files of training: what is in them is not measured"
+    )
+    parser.add_argument("--first", type=int, default=0, help="leave out so many strings, by which a model was chosen")
     parser.add_argument("--backend", nargs="+", default=["vllm"], choices=["vllm", "pytorch"])
     parser.add_argument("--tasks", nargs="+", default=["reference", "listen", "speak", "answer"])
     parser.add_argument("--search", nargs="+", default=["greedy", "sampled"])

@@ -70,15 +70,16 @@ class BagpiperSystem:
 
 
 class OpusLMSystem:
-    """A run of the command line for each thing that is asked."""
+    """A run of the command line for each thing that is asked. ``voice``: [n] int16, a recording of who is to speak."""
 
     guided = False
 
-    def __init__(self, checkpoint: Path, backend: str, work: Path, voice: Spoken, centres: Path) -> None:
-        self._folder, self._backend, self._work, self._voice = checkpoint, backend, work, voice
+    def __init__(self, checkpoint: Path, backend: str, work: Path, voice: np.ndarray, centres: Path) -> None:
+        self._folder, self._backend, self._work = checkpoint, backend, work
         self._opened = ensure_converted(checkpoint)
         self._codec = load_codec(self._opened.codec, base_dir=self._opened.codec_base, device="cpu")
         self._centres = torch.from_numpy(np.load(centres).astype(np.float32))
+        self._voice = self._heard(0, voice)
         self._runs = 0
 
     def speak(self, texts: Sequence[str], search: str, scale: float, seed: int) -> list[np.ndarray]:

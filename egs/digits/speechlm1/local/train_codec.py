@@ -203,7 +203,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=6, help="crops")
     parser.add_argument("--half", action=argparse.BooleanOptionalAction, default=True, help="convolutions in bfloat16")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the checkpoint in OUTPUT, with the decoder alone"
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in OUTPUT; with --joint 0 the decoder alone, and codes stay what they are",
     )
     parser.add_argument("--frames", type=int, default=32, help="of a crop, 20 ms each")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="highest rate of learning")

@@ -108,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=40, help="how long to train")
     parser.add_argument("--steps", type=int, default=0, help="train so many steps instead")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--export-minutes", type=float, default=5, help="export so often")

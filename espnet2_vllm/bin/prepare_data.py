@@ -36,9 +36,11 @@ def opuslm_entries(args: argparse.Namespace) -> list[str]:
             )
         # A speaker's other utterances are prompts, so that file is kept whole.
         tables[name] = tables[name] if name in speakers else {key: tables[name][key] for key in ids}
+    tokenised = recordings(args.task, args.data_dir)  # others lie there as they are: no references
     for entry in task.targets:
         path = args.data_dir / entry.name
-        if entry.name not in tables and (speakers or path.is_file()):
+        there = entry.name in tokenised if entry.modality == "codec_ssl" else path.is_file()
+        if entry.name not in tables and there:
             records = _nonempty(path)
             tables[entry.name] = records if speakers else {key: records[key] for key in ids if key in records}
     files = []

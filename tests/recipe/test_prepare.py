@@ -99,7 +99,10 @@ TEMPLATES = {
         ["mix.scp,codec_ssl,kaldi_ark", "utt2spk,spk,text", "wav.scp,codec_ssl,kaldi_ark"],
         ["mix.scp", "wav.scp"],
     ),
-    "ag_codecssl": (["text,text_bpe,text", "wav.scp,codec_ssl,kaldi_ark"], []),
+    # Recordings that nothing needs as tokens are no references either.
+    "ag_codecssl": (["text,text_bpe,text"], []),
+    "codec_ssl_plain_tts": (["text,text_bpe,text"], []),
+    "codec_ssl_asr": (["wav.scp,codec_ssl,kaldi_ark", "text,text_bpe,text"], ["wav.scp"]),
 }
 
 
@@ -114,10 +117,13 @@ def test_files_of_a_task_are_listed_as_espnet_lists_them(data_dir, tmp_path, tas
     assert prepare(data_dir, tmp_path / "dump", "opuslm", task) == 0
     made = load(tmp_path / "dump" / "data.json")
     assert made["data_files"] == [f"{tmp_path}/dump/index_files/{line}" for line in files]
-    assert made["examples"] == ["utt1", "utt2"]
+    assert made["examples"] == (["utt1", "utt2", "utt3"] if task == "codec_ssl_asr" else ["utt1", "utt2"])
+    if "wav.scp" not in tokenised:
+        assert not (tmp_path / "dump" / "index_files" / "wav.scp").exists()
+        return
     # A third recording of the speaker may be a prompt; as a reference of nothing it is left out.
     kept = read_keyed(tmp_path / "dump" / "index_files" / "wav.scp")
-    assert list(kept) == ["utt1", "utt2"] + ["utt3"] * ("utt2spk,spk,text" in files)
+    assert list(kept) == ["utt1", "utt2"] + ["utt3"] * ("utt2spk,spk,text" in files or task == "codec_ssl_asr")
 
 
 def test_an_utterance_without_its_condition_is_named(data_dir, tmp_path, capsys):

@@ -13,8 +13,8 @@ from texts import answer
 _PICKED = {
     "voice": "tts1-digits",
     **{f"digits{i}": f"asr{3 * i:02}-digits" for i in range(1, 6)},
-    "question1": "asr14-question-00138",
-    "question2": "asr14-question-00178",
+    "question1": "asr08-question-00048",
+    "question2": "asr08-question-00103",
 }
 _FRAMES = range(75, 150)  # of the codec, in recordings that are picked by their speaker
 

@@ -1,7 +1,10 @@
-"""One utterance on its way through an engine's thread."""
+"""Utterances on their way through an engine's thread."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -69,3 +72,29 @@ class Generation:
             self._start(k, again)
         if self.future.cancelled():  # before these were there to be stopped
             self._ended(self.future)
+
+
+def cancel(futures: Iterable[Future[Result]]) -> None:
+    """Drops the requests of all."""
+    for future in futures:
+        future.cancel()
+
+
+async def begun_in_thread(begin: Callable[[], tuple[list[Future[Result]], bool]]) -> tuple[list[Future[Result]], bool]:
+    """What ``begin`` gives, called in another thread. If the coroutine is cancelled meanwhile, its requests are dropped."""
+    begun: list[Future[Result]] = []
+    abandoned = threading.Event()
+
+    def begin_all() -> tuple[list[Future[Result]], bool]:
+        found = begin()
+        begun.extend(found[0])
+        if abandoned.is_set():
+            cancel(begun)
+        return found
+
+    try:
+        return await asyncio.to_thread(begin_all)
+    except asyncio.CancelledError:  # the thread goes on: whichever of the two comes later drops the requests
+        abandoned.set()
+        cancel(begun)
+        raise

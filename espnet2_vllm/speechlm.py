@@ -29,7 +29,7 @@ from .answer import Answer, generated_segments, only_answer, wav_bytes
 from .decoding_choice import Decoding, label_of, settings_of
 from .drive import draw_seed
 from .errors import CheckpointError, ConfigError, DataError, SpeechLMError
-from .generation import Generation
+from .generation import Generation, begun_in_thread, cancel
 from .plan import REFUSED, Result, Utterance
 from .prompt.conversation import checked_messages, is_conversation, load_codes, opuslm_conversation
 
@@ -147,28 +147,15 @@ class SpeechLM:
         try:
             results = [future.result() for future in futures]
         except BaseException:  # interrupted: nobody waits for the others any more
-            _cancel(futures)
+            cancel(futures)
             raise
         answers = self._answers(results)
         return only_answer(answers) if single else answers
 
     async def generate_async(self, messages: Sequence[Any], *args: Any, **options: Any) -> Answer | list[Answer]:
         """``generate`` for coroutines: many calls at once are batched by the engine."""
-        begun, abandoned = [], threading.Event()
-
-        def begin() -> tuple[list[Future[Result]], bool]:
-            found = self._begin(messages, *_arguments(*args, **options))
-            begun.extend(found[0])
-            if abandoned.is_set():
-                _cancel(begun)
-            return found
-
-        try:
-            futures, single = await asyncio.to_thread(begin)
-        except asyncio.CancelledError:  # the thread goes on: whichever of the two comes later drops the requests
-            abandoned.set()
-            _cancel(begun)
-            raise
+        given = _arguments(*args, **options)
+        futures, single = await begun_in_thread(lambda: self._begin(messages, *given))
         results = await asyncio.gather(*map(asyncio.wrap_future, futures))
         answers = await asyncio.to_thread(self._answers, results)
         return only_answer(answers) if single else answers
@@ -444,11 +431,6 @@ def _checked_seed(seed: int | None) -> int:
 
 def _sounds(utterance: Utterance) -> bool:
     return any(getattr(part, "continuous", ()) for part in utterance.parts)
-
-
-def _cancel(futures: Sequence[Future[Result]]) -> None:
-    for future in futures:
-        future.cancel()
 
 
 def _arguments(

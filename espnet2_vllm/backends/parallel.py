@@ -13,6 +13,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
@@ -128,9 +129,16 @@ class EngineProcess:
         return message
 
     def end(self, grace: float = _GRACE) -> None:
-        """Waits ``grace`` seconds for the process to end, and kills it otherwise."""
+        """Waits ``grace`` seconds for the process to end, and kills it otherwise. What it still says is dropped."""
+        until = time.monotonic() + grace
         try:
-            self.process.wait(grace)
+            # It cannot read an order while it waits to be heard.
+            while not self.connection.closed and self.connection.poll(max(until - time.monotonic(), 0)):
+                self.connection.recv_bytes()
+        except (EOFError, OSError):
+            pass  # it has closed its end, and is about to go
+        try:
+            self.process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             log.log(logging.WARNING if grace else logging.INFO, "%s: killed after %g s", self.name, grace)
             self.process.kill()

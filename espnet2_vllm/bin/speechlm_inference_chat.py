@@ -61,13 +61,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "nproc", type=at_least(1), default=1, help="Rank files to write; example i goes to rank i %% nproc")
     add(group, "output_dir", type=Path, required=True, help="The path of output directory")
     add(group, "batch_size", type=at_least(1), default=1, help="Accepted; the engine batches by itself")
-    add(
-        group,
-        "ngpu",
-        type=at_least(0),
-        default=0,
-        help="The number of gpus. 0 indicates CPU mode (pytorch backend)",
-    )
+    add(group, "ngpu", type=at_least(0), default=0, help="The number of gpus. 0 indicates CPU mode (pytorch backend)")
     add(group, "seed", type=seed, default=0, help=SEED_HELP)
     add(group, "num_workers", type=at_least(0), default=0, help="Accepted; there is no DataLoader")
     levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from fuzz.draws import replaced
 from stage import BLOCK, CONTEXT, Stage
 
 from espnet2_vllm.backends import Engine, make_engine
-from espnet2_vllm.backends.parallel import DEVICES, DataParallelEngine, device_shares
+from espnet2_vllm.backends.parallel import DEVICES, DataParallelEngine, EngineProcess, device_shares
 from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.errors import ConfigError, EngineError
 
@@ -67,6 +70,18 @@ def test_without_gpus(monkeypatch):
 def test_options_that_cannot_be_used(checkpoint, options, message):
     with pytest.raises(ConfigError, match=message):
         make_engine("vllm", checkpoint, "float32", **options)
+
+
+def test_an_engine_that_waits_to_be_heard_is_not_waited_for():
+    """It says more than a pipe holds, and nobody listens any more."""
+    mine, its = Pipe()
+    script = f"from multiprocessing.connection import Connection as C; C({its.fileno()}).send_bytes(bytes(10**7))"
+    process = subprocess.Popen([sys.executable, "-c", script], pass_fds=[its.fileno()])
+    its.close()
+    engine = EngineProcess("engine", process, mine)
+    engine.order("close")
+    engine.end(grace=60)
+    assert process.returncode == 0, "it was killed"
 
 
 # -- engines ------------------------------------------------------------------------------------------------------------

@@ -69,6 +69,16 @@ def test_gpus_of_a_job(prepared, arguments, gpus):
     assert done.returncode == 0, done.stdout + done.stderr
     log = (prepared / "out/codec_ssl_plain_tts_all/log/speechlm_inference.1.log").read_text(encoding="utf-8")
     assert f"--ngpu {gpus} " in log and arguments in log
+    assert ("--ngpu 2 is of the training" in done.stdout) == (gpus == 1)
+
+
+def test_several_gpus_are_asked_for_where_a_job_has_one(prepared):
+    words = ["--stage", "inference", "--stop_stage", "inference", "--gpu_inference", "true", "--inference_nj", "1"]
+    fixed = ["--data_name", "mini_an4", "--speechlm_exp", "model", "--python", FAKE_PYTHON]
+    more = ["--inference_args", "--data_parallel_size 4"]
+    done = shell("./speechlm_vllm.sh", *fixed, *OPUSLM, *words, *more, cwd=prepared)
+    assert done.returncode == 2 and "--ngpu says how many a job has" in done.stderr
+    assert not list(prepared.glob("model/*/*/log/*.log"))
 
 
 @pytest.mark.parametrize("launcher", ["queue", "slurm", "run"])

@@ -149,8 +149,10 @@ one_of backend "${backend}" vllm pytorch espnet
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
-# In ESPnet's recipes it is of the training, and decoding takes one.
-[[ ${inference_args} == *parallel[_-]size* ]] || ngpu=1
+if ! [[ ${inference_args} == *parallel[_-]size* ]] && [ "${ngpu}" -gt 1 ]; then
+    log "--ngpu ${ngpu} is of the training, as in ESPnet: decoding takes 1, without a parallel size in --inference_args"
+    ngpu=1
+fi
 
 case "${family}" in
     opuslm) json_name=data.json module=espnet2_vllm.bin.speechlm_inference_chat default_model=valid.acc.ave.pth ;;
@@ -266,6 +268,9 @@ choose_resources() { # sets _cmd, _ngpu and _nj_wanted
     fi
     one_of gpu_inference "${gpu_inference}" true false
     if "${gpu_inference}"; then
+        if [ "${ngpu}" -eq 1 ] && [[ ${inference_args} =~ parallel[_-]size[\ =]+([2-9]|1[0-9]) ]]; then
+            die 2 "--inference_args '${inference_args}' asks for several GPUs: --ngpu says how many a job has"
+        fi
         _cmd=${cuda_cmd:?cmd.sh must set cuda_cmd} _ngpu=${ngpu}
     else
         _cmd=${decode_cmd:?cmd.sh must set decode_cmd} _ngpu=0

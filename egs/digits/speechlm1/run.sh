@@ -12,6 +12,8 @@ datadir=data          # Training and test speech.
 backend=vllm          # vllm or pytorch: what decodes.
 device=               # cpu or cuda, to train on; empty: what is there.
 threads=2             # Of a CPU, in training.
+train_utterances=13000 # Spoken in stage data, for training
+test_utterances=1200   # and for tests, half of them digit strings.
 codec_minutes=35      # Minutes of training: the codec,
 lm_minutes=40         # and each model.
 utterances=500        # Of stage evaluate.
@@ -32,6 +34,7 @@ Stages, by number or by name:
 Options (with their defaults):
   --families "${families}"  --models ${models}  --backend ${backend}
   --expdir ${expdir}  --datadir ${datadir}  --python ${python}  --transcripts FILE
+  --train_utterances ${train_utterances}, --test_utterances ${test_utterances}    of stage data
   --device, --threads ${threads}, --codec_minutes ${codec_minutes}, --lm_minutes ${lm_minutes}    of training
   --utterances ${utterances}    of stage evaluate
 Training from nothing: ./run.sh --stage data --stop_stage demo --models exp
@@ -60,7 +63,7 @@ on=()
 [ -z "${device}" ] || on=(--device "${device}")
 
 if runs 1; then
-    "${python}" local/synthesise.py "${datadir}"
+    "${python}" local/synthesise.py "${datadir}" --train "${train_utterances}" --test "${test_utterances}"
 fi
 if runs 2; then
     "${python}" local/train_codec.py "${datadir}" "${expdir}/codec" --minutes "${codec_minutes}" --threads "${threads}" "${on[@]}"

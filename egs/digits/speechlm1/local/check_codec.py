@@ -1,4 +1,4 @@
-"""What the codec costs: digit error rate of the independent recogniser on test digit strings, as made and through the codec."""
+"""What the codec costs: word errors of the independent recogniser on strings of no training text, as made and through it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from codec_losses import SpectralDistance
 from codec_of import codec_of
 from recognise import DigitRecogniser
 
+from espnet2_vllm.io.keyed import read_keyed
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("codec", type=Path)
-    parser.add_argument("data", type=Path, help="with test/")
+    parser.add_argument("data", type=Path, help="with train/text and test/")
     parser.add_argument("--count", type=int, default=200, help="utterances, of the speakers tts*")
     parser.add_argument("--original", action=argparse.BooleanOptionalAction, default=True, help="the wavs as made, too")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     codec, recogniser, distance = codec_of(args.codec), DigitRecogniser(), SpectralDistance()
-    texts = dict(line.split(" ", 1) for line in (args.data / "test/text").read_text(encoding="utf-8").splitlines())
+    texts = read_keyed(args.data / "test" / "text")
+    seen = set(read_keyed(args.data / "train" / "text").values())
     clips = Clips(args.data / "test")
     pairs = [
-        pair for pair in zip(clips.uids, clips.wavs, strict=True) if pair[0].startswith("tts") and "-digits-" in pair[0]
+        (uid, wav)
+        for uid, wav in zip(clips.uids, clips.wavs, strict=True)
+        if uid.startswith("tts") and "-digits-" in uid and texts[uid] not in seen
     ]
     chosen = np.unique(np.linspace(0, len(pairs) - 1, args.count).round().astype(int))
     pairs = [pairs[index] for index in chosen]

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import soundfile
-import torch
 from lm_data import ANSWER
-from lm_rows import Spoken, spliced
-from logmel_units import units_of
-from systems import RATE
+from logmel_units import read_centres
+from systems import RATE, codes_of
 
 from espnet2_vllm import Decoding, SpeechLM
+from espnet2_vllm.io.keyed import read_keyed
 
 RECIPE = Path(__file__).resolve().parent.parent
 SPOKEN = "three one four"
@@ -55,10 +54,6 @@ class Shown:
             self.mistakes.append(f"{name}: {heard!r} in place of {said!r}")
 
 
-def read_text(path: Path) -> dict[str, str]:
-    return dict(line.split(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
-
-
 # -- the model of the new style ----------------------------------------------------------------------------------------
 def show_bagpiper(model: SpeechLM, shown: Shown, transcripts: dict[str, str]) -> None:
     print(f"\n1. It speaks: {SPOKEN!r}, with guidance (conf/inference_speak.yaml)")
@@ -75,8 +70,8 @@ def show_bagpiper(model: SpeechLM, shown: Shown, transcripts: dict[str, str]) ->
 def converse(model: SpeechLM, shown: Shown, questions: Sequence[Path]) -> None:
     """A question, then another one: what was said before stays, as sound."""
     print("\n3. Two turns of spoken questions, answered in text and in speech; the model itself chooses to speak")
-    texts = read_text(RECIPE / "recordings" / "text")
-    answers = read_text(RECIPE / "recordings" / "answer")
+    texts = read_keyed(RECIPE / "recordings" / "text")
+    answers = read_keyed(RECIPE / "recordings" / "answer")
     messages: list[list[Any]] = [["system", "text", ANSWER]]
     for number, question in enumerate(questions, 1):
         print(f"  user:      {texts[question.stem]!r}  {question}")
@@ -98,23 +93,17 @@ def say_transcripts(model: SpeechLM, shown: Shown, transcripts: dict[str, str]) 
 
 # -- the model of the OpusLM kind --------------------------------------------------------------------------------------
 def show_opuslm(model: SpeechLM, shown: Shown, folder: Path) -> None:
-    texts, answers = (read_text(RECIPE / "recordings" / name) for name in ("text", "answer"))
-    centres = torch.from_numpy(np.load(folder / "logmel_centres.npy").astype(np.float32))
+    texts, answers = (read_keyed(RECIPE / "recordings" / name) for name in ("text", "answer"))
+    centres = read_centres(folder / "logmel_centres.npy")
     print("\nThe model of the OpusLM kind (9 streams: log-mel units and codes) hears the same questions")
     for question in sorted((RECIPE / "recordings").glob("question*.flac")):
-        codes = codes_of(model, question, centres)
+        wav, rate = soundfile.read(question, dtype="int16")
+        assert rate == RATE, f"{question}: {rate} Hz"
+        codes = codes_of(wav, model.speech.codec, centres, model.checkpoint.layout)
         answer = model.generate([["user", "audio", codes]], seed=SEED)
         print(f"  user:      {texts[question.stem]!r}\n  assistant: {answer.text!r}")
         if answer.text != answers[question.stem]:
             shown.mistakes.append(f"{question.stem}: {answer.text!r} in place of {answers[question.stem]!r}")
-
-
-def codes_of(model: SpeechLM, recording: Path, centres: torch.Tensor) -> np.ndarray:
-    """[T, 9] as the model's arks hold them."""
-    wav, rate = soundfile.read(recording, dtype="float32")
-    assert rate == RATE, f"{recording}: {rate} Hz"
-    spoken = Spoken(recording.stem, "", model.speech.codec.encode(wav), units_of(wav, centres))
-    return spliced(model.checkpoint.layout, spoken)
 
 
 def main() -> int:
@@ -130,7 +119,7 @@ def main() -> int:
     folder = args.models / args.family
     with SpeechLM.from_pretrained(folder, backend=args.backend) as model:
         if args.family == "bagpiper":
-            show_bagpiper(model, shown, read_text(args.transcripts) if args.transcripts else {})
+            show_bagpiper(model, shown, read_keyed(args.transcripts) if args.transcripts else {})
         else:
             show_opuslm(model, shown, folder)
     for mistake in shown.mistakes:

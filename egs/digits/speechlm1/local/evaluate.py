@@ -27,6 +27,7 @@ from systems import RATE, BagpiperSystem, OpusLMSystem
 from texts import answer
 
 from espnet2_vllm.checkpoint import ensure_converted
+from espnet2_vllm.io.keyed import read_keyed
 
 SEED = 9
 _RESAMPLES = 2000
@@ -70,10 +71,6 @@ def interval(errors: np.ndarray, words: np.ndarray, seed: int = SEED) -> tuple[f
     return 100 * errors.sum() / words.sum(), float(low), float(high)
 
 
-def read_text(path: Path) -> dict[str, str]:
-    return dict(line.split(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
-
-
 def _recognise(wavs: Sequence[np.ndarray]) -> list[str]:
     recogniser = DigitRecogniser()
     return [recogniser(wav) if len(wav) else "" for wav in wavs]
@@ -84,8 +81,8 @@ class Evaluation:
         self.args = args
         self.family = ensure_converted(args.checkpoint).family
         nothing = np.zeros((0, 0), np.int64)
-        corpus = [Spoken(uid, text, nothing) for uid, text in read_text(args.data / "text").items()]
-        seen = {text for file in args.seen for text in read_text(file).values()}
+        corpus = [Spoken(uid, text, nothing) for uid, text in read_keyed(args.data / "text").items()]
+        seen = {text for file in args.seen for text in read_keyed(file).values()}
         digits = sorted((one for one in corpus if one.kind == "digits"), key=lambda one: one.uid[::-1])
         self.digits = [one for one in digits[args.first :] if one.text not in seen]
         print(f"{len(self.digits)} strings of digits, of which none is among {len(seen)} texts that were seen")

@@ -11,6 +11,7 @@ import numpy as np
 from lm_rows import Example, Spoken, bagpiper_example, opuslm_example, without_condition
 from texts import answer
 
+from espnet2_vllm.io.keyed import read_keyed
 from espnet2_vllm.layout import Layout
 from espnet2_vllm.prompt.opuslm import Facts, Turn
 from espnet2_vllm.prompt.tasks import TASKS
@@ -28,8 +29,7 @@ _KINDS = {"digits": 0.7, "date": 0.08, "spell": 0.08, "command": 0.04, "question
 
 def load_corpus(data: Path, codes: Path, units: Path | None = None) -> list[Spoken]:
     """``data``: a Kaldi directory; ``codes`` and ``units``: npz files, an array for each of its ids."""
-    lines = (data / "text").read_text(encoding="utf-8").splitlines()
-    texts = dict(line.split(" ", 1) for line in lines)
+    texts = read_keyed(data / "text")
     with np.load(codes) as file:
         arrays = {uid: file[uid] for uid in texts if uid in file.files}
     classes: dict[str, np.ndarray] = {}
@@ -191,7 +191,9 @@ def batches(draw: Callable[[], Example], rng: random.Random, rows: int, ahead: i
         drawn: list[Example] = []
         while sum(map(len, drawn)) < rows * ahead:
             drawn.append(draw())
-        yield from shuffled(grouped(drawn, rows), rng)
+        groups = grouped(drawn, rows)
+        rng.shuffle(groups)
+        yield from groups
 
 
 def grouped(examples: Sequence[Example], rows: int) -> list[list[Example]]:
@@ -200,9 +202,4 @@ def grouped(examples: Sequence[Example], rows: int) -> list[list[Example]]:
         if groups[-1] and len(example) * (len(groups[-1]) + 1) > rows:
             groups.append([])
         groups[-1].append(example)
-    return groups
-
-
-def shuffled(groups: list[list[Example]], rng: random.Random) -> list[list[Example]]:
-    rng.shuffle(groups)
     return groups

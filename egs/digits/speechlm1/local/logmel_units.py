@@ -72,6 +72,10 @@ def _recordings(directory: Path) -> Iterable[tuple[str, np.ndarray]]:
         yield uid, wav
 
 
+def read_centres(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.load(path).astype(np.float32))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("data", type=Path, help="directory with train/, answers/ and test/, each with a wav.scp")

@@ -9,6 +9,8 @@ import kaldiio
 import soundfile
 from texts import answer
 
+from espnet2_vllm.io.keyed import read_keyed, write_keyed
+
 # A recording of the voice that speaks, strings of digits in other voices, and two questions of one speaker.
 _PICKED = {
     "voice": "tts1-digits",
@@ -22,7 +24,7 @@ _FRAMES = range(75, 150)  # of the codec, in recordings that are picked by their
 def main() -> None:
     test, output = map(Path, sys.argv[1:])
     output.mkdir(parents=True, exist_ok=True)
-    texts = dict(line.split(" ", 1) for line in (test / "text").read_text(encoding="utf-8").splitlines())
+    texts = read_keyed(test / "text")
     wavs = kaldiio.load_scp(str(test / "wav.scp"))
     said = {}
     for name, prefix in _PICKED.items():
@@ -32,10 +34,8 @@ def main() -> None:
         soundfile.write(output / f"{name}.flac", wav, rate)
         said[name] = texts[key]
         print(f"{name}: {key} {texts[key]!r}")
-    lines = "".join(f"{name} {text}\n" for name, text in said.items())
-    (output / "text").write_text(lines, encoding="utf-8")
-    answers = "".join(f"{name} {answer(text)}\n" for name, text in said.items() if name.startswith("question"))
-    (output / "answer").write_text(answers, encoding="utf-8")
+    write_keyed(output / "text", said)
+    write_keyed(output / "answer", {name: answer(text) for name, text in said.items() if name.startswith("question")})
 
 
 if __name__ == "__main__":

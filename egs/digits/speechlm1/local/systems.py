@@ -17,18 +17,26 @@ import soundfile
 import torch
 import yaml
 from lm_data import ANSWER
-from lm_rows import Spoken
-from logmel_units import units_of
+from lm_rows import Spoken, spliced
+from logmel_units import read_centres, units_of
 from test_sets import write_opuslm_set
 
 from espnet2_vllm import SpeechLM
 from espnet2_vllm.checkpoint import ensure_converted
-from espnet2_vllm.codec import load_codec
+from espnet2_vllm.codec import Codec, load_codec
+from espnet2_vllm.io.keyed import read_keyed
+from espnet2_vllm.layout import Layout
 
 RATE = 16000
 SEARCHES = {"greedy": {"temperature": 0.0, "topk": 1}, "sampled": {"temperature": 0.6, "topk": 20}}
 _TEXT = {"temperature": 0.0, "topk": 1, "cfg": 1, "max_step": 48}
 _ROWS = {"min_step": 10, "max_step": 400}
+
+
+def codes_of(wav: np.ndarray, codec: Codec, centres: torch.Tensor, layout: Layout) -> np.ndarray:
+    """[n] int16 at 16 kHz -> [T, 9] as an OpusLM checkpoint's arks hold them."""
+    codes = codec.encode(wav.astype(np.float32) / 32768)
+    return spliced(layout, Spoken("", "", codes, units_of(wav, centres)))
 
 
 def as_int16(samples: np.ndarray) -> np.ndarray:
@@ -78,36 +86,31 @@ class OpusLMSystem:
         self._folder, self._backend, self._work = checkpoint, backend, work
         self._opened = ensure_converted(checkpoint)
         self._codec = load_codec(self._opened.codec, base_dir=self._opened.codec_base, device="cpu")
-        self._centres = torch.from_numpy(np.load(centres).astype(np.float32))
-        self._voice = self._heard(0, voice)
+        self._centres = read_centres(centres)
+        self._voice = self._heard(voice)
         self._runs = 0
 
     def speak(self, texts: Sequence[str], search: str, scale: float, seed: int) -> list[np.ndarray]:
         assert scale == 1, "this family has no guidance"
-        asked = [
-            Spoken(f"u-digits-{i:05d}", text, self._voice.codes, self._voice.units) for i, text in enumerate(texts)
-        ]
-        out = self._run(asked, self._voice, search, seed)
-        return [self._wav(out / "wav.scp" / f"codec_ssl_tts_{one.uid}_sample0.wav") for one in asked]
+        asked = {f"u{i:05d}": text for i, text in enumerate(texts)}
+        out = self._run("codec_ssl_tts", {"text": asked, "utt2spk": dict.fromkeys(asked, self._voice)}, search, seed)
+        return [self._wav(out / "wav.scp" / f"codec_ssl_tts_{uid}_sample0.wav") for uid in asked]
 
     def listen(self, wavs: Sequence[np.ndarray]) -> list[str]:
-        asked = [self._heard(i, wav) for i, wav in enumerate(wavs) if len(wav) >= RATE // 10]
-        out = self._run(asked, None, "greedy", 0)
-        lines = (out / "text" / "text").read_text(encoding="utf-8").splitlines()
-        texts = {line.split(" ", 1)[0]: (line.split(" ", 1) + [""])[1] for line in lines}
-        return [texts.get(f"codec_ssl_asr_u-digits-{i:05d}_sample0", "") for i in range(len(wavs))]
+        heard = {f"u{i:05d}": self._heard(wav) for i, wav in enumerate(wavs) if len(wav) >= RATE // 10}
+        texts = read_keyed(self._run("codec_ssl_asr", {"wav.scp": heard}, "greedy", 0) / "text" / "text")
+        return [texts.get(f"codec_ssl_asr_u{i:05d}_sample0", "") for i in range(len(wavs))]
 
-    def _heard(self, number: int, wav: np.ndarray) -> Spoken:
-        codes = self._codec.encode(wav.astype(np.float32) / 32768)
-        return Spoken(f"u-digits-{number:05d}", "", codes, units_of(wav, self._centres))
+    def _heard(self, wav: np.ndarray) -> np.ndarray:
+        return codes_of(wav, self._codec, self._centres, self._opened.layout)
 
     def _wav(self, path: Path) -> np.ndarray:
         return soundfile.read(path, dtype="int16")[0] if path.is_file() else np.zeros(0, np.int16)
 
-    def _run(self, asked: Sequence[Spoken], voice: Spoken | None, search: str, seed: int) -> Path:
+    def _run(self, task: str, entries: dict[str, dict[str, Any]], search: str, seed: int) -> Path:
         self._runs += 1
         folder = Path(tempfile.mkdtemp(dir=self._work, prefix=f"{self._backend}{self._runs}-"))
-        data = write_opuslm_set(folder / "data", asked, self._opened.layout, voice=voice)
+        data = write_opuslm_set(folder / "data", task, entries)
         config = yaml.safe_load((self._folder / "decode_default.yaml").read_text(encoding="utf-8"))
         found = SEARCHES[search]
         config["codec_ssl"] |= {"topk": found["topk"], "sampling_temperature": found["temperature"] or 1.0}

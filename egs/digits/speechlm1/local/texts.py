@@ -1,7 +1,7 @@
 """What is said: digit strings, dates, spelled words, commands, and questions that a digit string or a spelled word answers.
 
-All lower case words. A text belongs to the training or to the test set by its own hash, never to both; the texts of closed sets
-(commands, single digits, counting) are too few to be parted and belong to both.
+All lower case words. A text belongs to the training or to the test set by its own hash, never to both; texts of which there are too
+few to be parted belong to both: commands, strings of one and two digits, counting and what counts up.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _stream(kind: str, rng: random.Random) -> Iterator[str]:
 
 
 def _key(text: str) -> str:
-    """What is hashed: a question goes where its answer goes, so that no test answer is trained on."""
+    """What is hashed: what is to be repeated or spelled goes where its answer goes."""
     return answer(text) if text.startswith(("repeat ", "spell ")) else text
 
 

@@ -98,7 +98,6 @@ class Training:
         self.frozen = True
         self.optimizer = torch.optim.AdamW(self.generator.decoder.parameters(), lr=1e-3, betas=(0.8, 0.99))
         save(self.model, self.args.output)
-        (self.args.output / "FROZEN").write_text("encoder and codebooks are final\n", encoding="utf-8")
         print(f"step {self.step}: encoder and codebooks stand still from here", flush=True)
 
     def rate(self) -> float:

@@ -1,7 +1,8 @@
 """A codec at work beside the engine: finished clips and growing ones, in a thread and on a CUDA stream of its own.
 
-Clips that wait are decoded together, in batches of windows. Chunks of growing clips come first, between two batches. What goes
-wrong with a clip is that clip's outcome.
+Clips that wait are decoded together, in batches of windows. Chunks of growing clips come first, between two batches: those whose
+readers have the least left to hear before others (of a first chunk, nothing), and as many together as are due. What goes wrong
+with a clip is that clip's outcome.
 """
 
 from __future__ import annotations
@@ -19,18 +20,28 @@ import numpy as np
 import torch
 
 from ..background import Background
-from ..errors import CodecError, SpeechLMError
+from ..errors import SpeechLMError
 from .base import Codec
-from .chunks import Chunker, ChunkSizes, window_lengths
+from .chunks import ChunkSizes, window_lengths
+from .growing import MARGIN_S, GrowingClip, outcome_of
 from .reach import Reach, measure_reach
-from .torch_codec import GrowingFeatures, TorchCodec
-from .windows import WindowDecoder
+from .share import Share
+from .torch_codec import TorchCodec
+from .windows import Rest, WindowDecoder
 
 log = logging.getLogger(__name__)
 
 _TOGETHER = 64  # clips whose features are made at once
-_STREAM_BATCHES = (1, 2, 4, 8, 16)  # sizes of captured batches of chunks
-_UNLIMITED = Reach(0, 0)
+_STREAM_BATCHES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+    128,
+)  # sizes of captured batches of chunks, those of more than max_frames left out
 
 
 @dataclass
@@ -58,8 +69,11 @@ class CodecService(Background):
         waiting: clips that may wait or be at work; ``submit`` of one more waits.
         ahead: chunks of a growing clip that may wait for its reader before no more of it is decoded.
         max_frames, tf32: as ``WindowDecoder``'s.
+        share: of the device, while an engine is at work (``beside``) and no more than half of ``waiting`` clips are under way, for
+            soon it would wait for the codec. Growing clips do not rest while little is left to be heard of them.
 
     Attributes:
+        beside: whether an engine is at work that should not be disturbed; may be replaced.
         reach: of the codec's decoder. Where it is not finite, clips are decoded whole, and a growing one is one chunk.
     """
 
@@ -72,22 +86,29 @@ class CodecService(Background):
         ahead: int = 8,
         max_frames: int = 2048,
         tf32: bool = False,
+        share: Share | None = None,
     ) -> None:
         super().__init__("codec")
         self.codec, self.silent_frames, self.ahead = codec, silent_frames, ahead
-        self.max_frames = max_frames
+        self.max_frames, self.share = max_frames, share or Share()
+        self.beside: Callable[[], bool] = lambda: True
         self.reach = measure_reach(codec) if isinstance(codec, TorchCodec) else Reach(None, None)
-        self.decoder = WindowDecoder(codec, self.reach, max_frames=max_frames, tf32=tf32) if self.reach.finite else None
+        self.decoder = None
+        if self.reach.finite:
+            self.decoder = WindowDecoder(codec, self.reach, max_frames=max_frames, tf32=tf32, share=self.share)
         self.usage = Usage()
-        self._room = threading.BoundedSemaphore(waiting)
+        self._room, self._waiting, self._under_way = threading.BoundedSemaphore(waiting), waiting, 0
         self._clips: deque[_Clip] = deque()
-        self._streams: list[GrowingClip] = []
+        self._streams: set[GrowingClip] = set()
+        self._due: set[GrowingClip] = set()
         self._threads = torch.get_num_threads()  # a new thread would have as many as there are cores
         self._thread.start()
 
     def _on_close(self) -> None:
         for stream in self._streams:
             stream.gone = True
+        self._streams.clear()
+        self._due.clear()
 
     # -- what it takes ------------------------------------------------------------------------------------------------
     def submit(self, codes: np.ndarray) -> Future:
@@ -97,12 +118,18 @@ class CodecService(Background):
         """
         self._room.acquire()
         clip = _Clip(np.asarray(codes))
-        clip.future.add_done_callback(lambda _: self._room.release())
+        clip.future.add_done_callback(lambda _: self._done())
         with self._changed:
             assert not self._closing, "the codec service is closed"
             self._clips.append(clip)
+            self._under_way += 1
             self._changed.notify_all()
         return clip.future
+
+    def _done(self) -> None:
+        with self._changed:
+            self._under_way -= 1
+        self._room.release()
 
     def decode(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Waits for all clips."""
@@ -118,7 +145,7 @@ class CodecService(Background):
         stream = GrowingClip(self, sizes, on_chunk)
         with self._changed:
             assert not self._closing, "the codec service is closed"
-            self._streams.append(stream)
+            self._streams.add(stream)
         return stream
 
     def frames_until_first(self, sizes: ChunkSizes) -> int:
@@ -147,16 +174,25 @@ class CodecService(Background):
         )  # fmt: skip
         return reserved
 
+    def settle(self, stream: GrowingClip) -> None:
+        """Notes whether a growing clip has a chunk to give. With ``_changed`` held."""
+        if stream.gone:
+            self._streams.discard(stream)
+        if not stream.due:
+            self._due.discard(stream)
+        elif stream not in self._due:
+            stream.set_times()
+            self._due.add(stream)
+            self._changed.notify_all()
+
     # -- the thread ---------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
         work: Iterator[None] | None = None
         while True:
             with self._changed:
-                while not (work or self._clips or self._due() or self._closing):
-                    self._changed.wait()
-                self._streams = [stream for stream in self._streams if not stream.gone]
-                streams = self._due()
+                while not (streams := self._next_streams()) and not (work or self._clips or self._closing):
+                    self._changed.wait(self._until_next())
                 if self._closing and not (work or self._clips):
                     return
                 if not streams and work is None and self._clips:
@@ -168,8 +204,52 @@ class CodecService(Background):
                 work = None
             self.usage.busy_s += time.monotonic() - began
 
-    def _due(self) -> list[GrowingClip]:
-        return [stream for stream in self._streams if stream.due]
+    def _next_streams(self, *, urgent: bool = False) -> list[GrowingClip]:
+        """Growing clips whose chunks are made together now, if it is time for one; they are at work then. With ``_changed`` held.
+
+        Args:
+            urgent: only if there is one that does not rest.
+        """
+        now = time.monotonic()
+        waiting = [stream for stream in self._due if now < stream.start_by]
+        if len(waiting) == len(self._due) and (urgent or any(one.awaited for one in self._streams - self._due)):
+            return []
+        chosen = sorted(self._due, key=lambda stream: stream.deadline)
+        if urgent and not self._hurries(chosen[:1]):
+            return []
+        if self.decoder is not None and chosen:
+            chosen = chosen[: max(self.max_frames // max(stream.frames for stream in chosen), 1)]
+        for stream in chosen:
+            stream.at_work = True
+            self._due.discard(stream)
+        return chosen
+
+    def _until_next(self) -> float | None:
+        """Seconds until a chunk that waits for others is made without them."""
+        return max(min(stream.start_by for stream in self._due) - time.monotonic(), 0) if self._due else None
+
+    def _hurries(self, streams: Sequence[GrowingClip]) -> bool:
+        return any(stream.deadline - MARGIN_S < time.monotonic() for stream in streams)
+
+    # -- rests --------------------------------------------------------------------------------------------------------
+    def _rest_for(self, streams: Sequence[GrowingClip] = ()) -> Rest | None:
+        """What is called between layers while these chunks, or finished clips, are decoded; None: they are decoded at a stretch."""
+
+        def rest(work: float) -> None:
+            until = time.monotonic() + self.share.rest(work)
+            while self._rests(streams) and (left := until - time.monotonic()) > 0:
+                with self._changed:
+                    hurried = self._next_streams(urgent=True)
+                    if not hurried:
+                        self._changed.wait(left)
+                if hurried:
+                    self._serve(hurried)
+
+        return rest if self._rests(streams) else None
+
+    def _rests(self, streams: Sequence[GrowingClip]) -> bool:
+        crowded = self._under_way > self._waiting // 2
+        return self.share.rests and not crowded and not self._hurries(streams) and not self._closing and self.beside()
 
     def _decode(self, clips: list[_Clip]) -> Iterator[None]:
         """Decodes finished clips together, giving way now and then; if that fails, one by one: the guilty one alone fails."""
@@ -186,18 +266,18 @@ class CodecService(Background):
                     yield from self._decode([clip])
                 return
             self.usage.failed += 1
-            clips[0].future.set_exception(_outcome(error))
+            clips[0].future.set_exception(outcome_of(error))
             return
         for clip in clips:
             wav = found.get(id(clip))
             wav = np.zeros(len(clip.codes) * self.codec.hop, dtype=np.float32) if wav is None else wav
-            self._count(len(wav))
+            self.count(len(wav))
             self.usage.clips += 1
             clip.future.set_result(wav)
 
     def _waveforms(self, clips: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
         if self.decoder is not None:
-            yield from self.decoder.decode_in_steps(clips)
+            yield from self.decoder.decode_in_steps(clips, self._rest_for)
             return
         wavs: list[np.ndarray] = []
         while len(wavs) < len(clips):
@@ -207,18 +287,21 @@ class CodecService(Background):
             wavs += self.codec.decode_batch(clips[len(wavs) : len(wavs) + count])
             yield wavs
 
-    def _count(self, samples: int) -> None:
+    def count(self, samples: int) -> None:
         self.usage.sound_s += samples / self.codec.sample_rate
 
     def _serve(self, streams: list[GrowingClip]) -> None:
-        """One chunk of each growing clip that has one to give, those of equal windows together."""
+        """One chunk of each of these, those of equal windows together."""
         ready: dict[int, list[tuple[GrowingClip, torch.Tensor, slice, bool]]] = {}
-        for stream, window, kept, last in self._windows([stream for stream in streams if not stream.settle()]):
+        plain = {stream for stream in streams if stream.deliver_plainly()}
+        for stream, window, kept, last in self._windows([stream for stream in streams if stream not in plain]):
             ready.setdefault(len(window), []).append((stream, window, kept, last))
-        for length, found in ready.items():
-            size = max(1, self.decoder.max_frames // length)
-            for begin in range(0, len(found), size):
-                self._synthesize(found[begin : begin + size])
+        for found in ready.values():
+            self._synthesize(found)
+        with self._changed:
+            for stream in streams:
+                stream.at_work = False
+                self.settle(stream)
 
     def _windows(self, streams: list[GrowingClip]) -> Iterator[tuple[GrowingClip, torch.Tensor, slice, bool]]:
         """The next chunk's window of each growing clip."""
@@ -229,7 +312,7 @@ class CodecService(Background):
                 found = [stream.window(part) for stream, part in zip(streams, features, strict=True)]
             except SpeechLMError as error:  # codes that are none, found before anything was changed
                 if len(streams) == 1:
-                    self._fail(streams[0], error)
+                    self.fail(streams[0], error)
                     return
                 for stream, part in zip(streams, taken, strict=True):
                     stream.put_back(part)
@@ -237,158 +320,32 @@ class CodecService(Background):
                 return
             except Exception as error:  # noqa: BLE001 - as in _decode; nobody knows how far each clip came
                 for stream in streams:
-                    self._fail(stream, error)
+                    self.fail(stream, error)
                 return
         for stream, window in zip(streams, found, strict=True):
             if window is not None:
                 yield stream, *window
 
     def _synthesize(self, batch: list[tuple[GrowingClip, torch.Tensor, slice, bool]]) -> None:
+        streams, given = [stream for stream, _, _, _ in batch], 0
         try:
-            sounds = self.decoder.synthesize([window for _, window, _, _ in batch])
-            samples = [sound[kept].numpy().copy() for sound, (_, _, kept, _) in zip(sounds, batch, strict=True)]
+            for part, sounds in self.decoder.in_batches(
+                [window for _, window, _, _ in batch], lambda: self._rest_for(streams)
+            ):
+                samples = [
+                    sound[kept].numpy().copy() for sound, (_, _, kept, _) in zip(sounds, batch[part], strict=True)
+                ]
+                for (stream, _, _, last), one in zip(batch[part], samples, strict=True):
+                    stream.deliver(one, last)
+                given = part.stop
         except Exception as error:  # noqa: BLE001 - as in _decode
-            if len(batch) > 1:
-                for one in batch:
+            left = batch[given:]
+            if len(left) > 1:
+                for one in left:
                     self._synthesize([one])
             else:
-                self._fail(batch[0][0], error)
-            return
-        for (stream, _, _, last), part in zip(batch, samples, strict=True):
-            stream.deliver(part, last)
+                self.fail(left[0][0], error)
 
-    def _fail(self, stream: GrowingClip, error: Exception) -> None:
+    def fail(self, stream: GrowingClip, error: Exception) -> None:
         self.usage.failed += 1
-        stream.deliver(_outcome(error), True)
-
-
-def _outcome(error: Exception) -> SpeechLMError:
-    if isinstance(error, SpeechLMError):
-        return error
-    log.debug("codec: a clip could not be decoded", exc_info=error)  # its outcome says it in a sentence
-    return CodecError(f"the codec could not decode the clip: {type(error).__name__}: {error}")
-
-
-class GrowingClip:
-    """A clip that is heard while it grows. ``push``, ``end``, ``taken`` and ``cancel`` may be called from any thread.
-
-    Attributes:
-        gone: nothing more will be delivered.
-    """
-
-    def __init__(
-        self, service: CodecService, sizes: ChunkSizes, on_chunk: Callable[[np.ndarray | SpeechLMError, bool], None]
-    ) -> None:
-        self._service, self._on_chunk = service, on_chunk
-        self._features = None if service.decoder is None else service.codec.growing_features()
-        self._chunker = Chunker(sizes, service.reach if service.reach.finite else _UNLIMITED)
-        self._fresh: list[np.ndarray] = []
-        self._codes = 0
-        self._kept: torch.Tensor | None = None  # features from frame ``_start`` on
-        self._start = self._known = 0
-        self._ended = self._taken_end = self.gone = False
-        self._untaken = 0
-
-    def push(self, codes: np.ndarray) -> None:
-        """The next codes [m, C]."""
-        self._change(codes=np.asarray(codes))
-
-    def end(self) -> None:
-        """No codes follow."""
-        self._change(ended=True)
-
-    def taken(self) -> None:
-        """The reader has taken a chunk."""
-        self._change(taken=1)
-
-    def cancel(self) -> None:
-        """The reader has left."""
-        self._change(gone=True)
-
-    def _change(
-        self, *, codes: np.ndarray | None = None, ended: bool = False, taken: int = 0, gone: bool = False
-    ) -> None:
-        with self._service._changed:
-            if codes is not None and len(codes):
-                assert not self._ended, "codes behind the end of a clip"
-                self._fresh.append(codes)
-                self._codes += len(codes)
-            self._ended |= ended
-            self._untaken -= taken
-            self.gone |= gone
-            self._service._changed.notify_all()
-
-    @property
-    def due(self) -> bool:
-        """Whether a chunk can be made. Under the service's lock."""
-        if self.gone or self._untaken >= self._service.ahead:
-            return False
-        if self._ended:
-            return True
-        if self._features is None or self._codes <= self._service.silent_frames:
-            return False
-        right = self._chunker.reach.right + self._features.right
-        return self._codes >= self._chunker.sizes.needed(self._chunker.given, right)
-
-    def settle(self) -> bool:
-        """Delivers what needs no windows; whether that was all."""
-        service = self._service
-        with service._changed:
-            ended, codes = self._ended, self._codes
-        if ended and codes <= service.silent_frames:
-            self.deliver(np.zeros(codes * service.codec.hop, dtype=np.float32), True)
-            return True
-        if service.decoder is None:
-            _, whole, _ = self.take()
-            try:
-                self.deliver(service.codec.decode(whole), True)
-            except Exception as error:  # noqa: BLE001 - as in CodecService._decode
-                service._fail(self, error)
-            return True
-        return False
-
-    def take(self) -> tuple[GrowingFeatures | None, np.ndarray, bool]:
-        """What the codec makes the next features of: the clip's state, its new codes, and whether they are its last."""
-        with self._service._changed:
-            fresh, self._fresh = self._fresh, []
-            self._taken_end = self._ended
-        blank = np.zeros((0, self._service.codec.num_codebooks), dtype=np.int64)
-        return self._features, np.concatenate([blank, *fresh]), self._taken_end
-
-    def put_back(self, taken: tuple[GrowingFeatures | None, np.ndarray, bool]) -> None:
-        """Undoes ``take``."""
-        with self._service._changed:
-            self._fresh.insert(0, taken[1])
-
-    def window(self, features: torch.Tensor) -> tuple[torch.Tensor, slice, bool] | None:
-        """Features [N, F], which of its samples are the next chunk, and whether it is the last one; None for an empty one."""
-        hop = self._service.codec.hop
-        self._take_in(features)
-        window = self._chunker.next(self._known, ended=self._taken_end)
-        if window is None:
-            assert self._taken_end, f"{self._codes} codes are enough for a chunk, {self._known} features are not"
-            self.deliver(np.zeros(0, dtype=np.float32), True)
-            return None
-        part = self._kept[window.start - self._start : window.stop - self._start]
-        oldest = self._chunker.oldest - self._start
-        if oldest > 0:
-            self._kept, self._start = self._kept[oldest:], self._start + oldest
-        kept = slice((window.first - window.start) * hop, (window.last - window.start) * hop)
-        return part, kept, self._taken_end and window.last == self._known
-
-    def _take_in(self, features: torch.Tensor) -> None:
-        self._kept = features if self._kept is None else torch.cat([self._kept, features])
-        self._known += len(features)
-
-    def deliver(self, chunk: np.ndarray | SpeechLMError, last: bool) -> None:
-        """Hands a chunk to the reader."""
-        service = self._service
-        with service._changed:
-            if self.gone:
-                return
-            self.gone = last
-            self._untaken += 1
-        if not isinstance(chunk, SpeechLMError):
-            service._count(len(chunk))
-            service.usage.chunks += 1
-        self._on_chunk(chunk, last)
+        stream.deliver(outcome_of(error), True)

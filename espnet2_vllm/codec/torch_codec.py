@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -28,6 +28,10 @@ class TorchCodec(ABC):
     @abstractmethod
     def _decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
         """[B, T, num_codebooks] int64, T > 0 -> [B, T * hop] float32, on the device."""
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """What it is made of."""
+        return (part for value in vars(self).values() if isinstance(value, torch.nn.Module) for part in value.modules())
 
     def features(self, clips: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """Codes [T, C] of whole clips -> what ``synthesize`` takes, [T, F] on the device.

@@ -56,14 +56,27 @@ def test_windows_inside_clips_have_one_length():
 
 @pytest.mark.parametrize("reach", REACHES)
 def test_windows_of_whole_clips(reach):
-    length = reach.left + reach.right + 8
-    for frames in range(4 * length):
-        windows = plan_windows(frames, length, reach)
-        kept = [frame for window in windows for frame in range(window.first, window.last)]
-        assert kept == list(range(frames))
-        for window in windows:
-            enough(window, frames, reach)
-            assert window.stop - window.start == min(length, frames)
+    shortest = reach.left + reach.right + 8
+    for lengths in ([shortest], [shortest, 2 * shortest, 4 * shortest]):
+        for frames in range(10 * shortest):
+            windows = plan_windows(frames, lengths, reach)
+            kept = [frame for window in windows for frame in range(window.first, window.last)]
+            assert kept == list(range(frames))
+            for window in windows:
+                enough(window, frames, reach)
+                assert window.stop - window.start in lengths or (window.stop - window.start == frames < shortest)
+
+
+def test_windows_of_several_lengths_decode_little_twice():
+    reach, lengths = Reach(10, 10), [52, 104, 208, 416]
+
+    def decoded(frames, lengths):
+        return sum(window.stop - window.start for window in plan_windows(frames, lengths, reach))
+
+    assert decoded(500, lengths) == 520
+    assert decoded(500, [208]) == 624
+    for frames in range(52, 2000, 13):
+        assert decoded(frames, lengths) <= min(decoded(frames, [length]) for length in lengths if length <= frames)
 
 
 @pytest.mark.parametrize("values", [{"first": 0}, {"then": 0}])

@@ -12,6 +12,8 @@ datadir=data          # Training and test speech.
 backend=vllm          # vllm or pytorch: what decodes.
 device=               # cpu or cuda, to train on; empty: what is there.
 threads=2             # Of a CPU, in training.
+jobs=2                # Processes that make data,
+workers=0             # and that make batches in training: some 6 for a GPU; 0: the training itself.
 train_utterances=13000 # Spoken in stage data, for training
 test_utterances=1200   # and for tests, half of them digit strings.
 codec_minutes=35      # Minutes of training: the codec,
@@ -35,7 +37,8 @@ Options (with their defaults):
   --families "${families}"  --models ${models}  --backend ${backend}
   --expdir ${expdir}  --datadir ${datadir}  --python ${python}  --transcripts FILE
   --train_utterances ${train_utterances}, --test_utterances ${test_utterances}    of stage data
-  --device, --threads ${threads}, --codec_minutes ${codec_minutes}, --lm_minutes ${lm_minutes}    of training
+  --jobs ${jobs}    processes that make data
+  --device, --threads ${threads}, --workers ${workers}, --codec_minutes ${codec_minutes}, --lm_minutes ${lm_minutes}    of training
   --utterances ${utterances}    of stage evaluate
 Training from nothing: ./run.sh --stage data --stop_stage demo --models exp
 EOF
@@ -63,14 +66,14 @@ on=()
 [ -z "${device}" ] || on=(--device "${device}")
 
 if runs 1; then
-    "${python}" local/synthesise.py "${datadir}" --train "${train_utterances}" --test "${test_utterances}"
+    "${python}" local/synthesise.py "${datadir}" --train "${train_utterances}" --test "${test_utterances}" --jobs "${jobs}"
 fi
 if runs 2; then
     "${python}" local/train_codec.py "${datadir}" "${expdir}/codec" --minutes "${codec_minutes}" --threads "${threads}" "${on[@]}"
 fi
 if runs 3; then
     "${python}" local/dump_codes.py "${expdir}/codec" "${datadir}" "${expdir}/codes" --threads "${threads}" "${on[@]}"
-    "${python}" local/logmel_units.py "${datadir}" "${expdir}/units"
+    "${python}" local/logmel_units.py "${datadir}" "${expdir}/units" --jobs "${jobs}"
 fi
 if runs 4; then
     for family in ${families}; do
@@ -78,7 +81,7 @@ if runs 4; then
         [ "${family}" = bagpiper ] || units=(--units "${expdir}"/units/{train,answers}.npz)
         "${python}" local/train_speechlm.py --config "conf/train_${family}.yaml" --data "${datadir}"/{train,answers} \
             --codes "${expdir}"/codes/{train,answers}.npz "${units[@]}" --codec "${expdir}/codec" --out "${expdir}/${family}" \
-            --minutes "${lm_minutes}" --threads "${threads}" "${on[@]}"
+            --minutes "${lm_minutes}" --threads "${threads}" --workers "${workers}" "${on[@]}"
         [ "${family}" = bagpiper ] || cp "${expdir}/units/centres.npy" "${expdir}/${family}/logmel_centres.npy"
     done
 fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,23 @@ from codec_of import codec_of
 
 from espnet2_vllm.codec import Codec
 
+_TOGETHER = 64  # clips
+
 
 def dump(codec: Codec, clips: Clips) -> dict[str, np.ndarray]:
-    """Each clip by itself: filled up to the length of another, its last frames would get other codes."""
-    pairs = zip(clips.uids, clips.wavs, strict=True)
-    return {uid: codec.encode(wav.astype(np.float32) / 32768).astype(np.int16) for uid, wav in pairs}
+    """Clips of as many frames go together. Filled up to the length of another, the last frames of a clip would get other codes."""
+    alike: dict[int, list[int]] = defaultdict(list)
+    for index, wav in enumerate(clips.wavs):
+        alike[len(wav) // codec.hop].append(index)
+    found: dict[str, np.ndarray] = {}
+    for indices in alike.values():
+        for start in range(0, len(indices), _TOGETHER):
+            part = indices[start : start + _TOGETHER]
+            wavs = [clips.wavs[index].astype(np.float32) / 32768 for index in part]
+            found |= {
+                clips.uids[i]: codes.astype(np.int16) for i, codes in zip(part, codec.encode_batch(wavs), strict=True)
+            }
+    return {uid: found[uid] for uid in clips.uids}
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from lm_model import Batch
 from lm_rows import Example, Spoken, bagpiper_example, opuslm_example, without_condition
 from texts import answer
 
@@ -45,12 +48,20 @@ def load_corpus(data: Path, codes: Path, units: Path | None = None) -> list[Spok
 
 
 class Pool:
-    """Utterances by what they are good for; ``limit`` is the most frames that are drawn."""
+    """Utterances by what they are good for; ``limit`` is the most frames that are drawn, in forked processes too."""
 
     def __init__(self, corpus: Sequence[Spoken], rng: random.Random) -> None:
         self.rng = rng
-        self.limit = _NO_LIMIT
+        self._limit = multiprocessing.Value("q", _NO_LIMIT)
         self.fill(corpus)
+
+    @property
+    def limit(self) -> int:
+        return self._limit.value
+
+    @limit.setter
+    def limit(self, frames: int) -> None:
+        self._limit.value = frames
 
     def fill(self, corpus: Sequence[Spoken]) -> None:
         self._lists: dict[tuple[str, str], list[Spoken]] = {}
@@ -196,10 +207,32 @@ def batches(draw: Callable[[], Example], rng: random.Random, rows: int, ahead: i
         yield from groups
 
 
-def grouped(examples: Sequence[Example], rows: int) -> list[list[Example]]:
-    groups: list[list[Example]] = [[]]
-    for example in sorted(examples, key=len):
-        if groups[-1] and len(example) * (len(groups[-1]) + 1) > rows:
+def grouped(items: Sequence[Any], rows: int, length: Callable[[Any], int] = len) -> list[list[Any]]:
+    """Items of like length together, at most ``rows`` rows a group with what fills them up, but one item at least."""
+    groups: list[list[Any]] = [[]]
+    for item in sorted(items, key=length):
+        if groups[-1] and length(item) * (len(groups[-1]) + 1) > rows:
             groups.append([])
-        groups[-1].append(example)
+        groups[-1].append(item)
     return groups
+
+
+def loader(source: torch.utils.data.Dataset, workers: int) -> torch.utils.data.DataLoader:
+    """Of batches as they are. ``workers`` forked processes make them ahead; 0: this process."""
+    forked = {"multiprocessing_context": "fork", "prefetch_factor": 4} if workers else {}
+    return torch.utils.data.DataLoader(source, batch_size=None, num_workers=workers, **forked)
+
+
+class Batches(torch.utils.data.IterableDataset):
+    """Batches without end, in every process that makes them from a seed of its own."""
+
+    def __init__(self, tasks: BagpiperTasks | OpusLMTasks, rows: int, noise: float, seed: int) -> None:
+        self._tasks, self._rows, self._noise, self._seed = tasks, rows, noise, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = torch.utils.data.get_worker_info()
+        rng = random.Random(f"{self._seed} {worker.id if worker else 0}")
+        torch.set_num_threads(torch.get_num_threads() if worker is None else 1)
+        self._tasks.pool.rng = rng
+        for examples in batches(self._tasks.draw, rng, self._rows):
+            yield Batch(examples, self._noise, rng.randrange(2**32))

@@ -19,8 +19,9 @@ from espnet2_vllm.protocol import AUDIO, MODALITY, TEXT
 _BACKBONES = {"bagpiper": (Qwen3Config, Qwen3Model), "opuslm": (LlamaConfig, LlamaModel)}
 _MAX_ROWS = 2048
 _HEAD_STD = 0.02
+AUXILIARY = 4  # beside the phases: the streams behind the first,
+SAID = 5  # what is said, read off the middle of the network,
 COMING = 6  # and what is said next
-SAID = 5  # beside the phases: what is said, read off the middle of the network
 
 
 def backbone_config(family: str, text_size: int, size: dict[str, int]) -> PretrainedConfig:
@@ -117,15 +118,15 @@ class Net(nn.Module):
 
     def losses(self, batch: Batch) -> Losses:
         """Cross-entropies of everything that ``batch`` marks, each over the ids that its mask leaves."""
-        hidden = self.hidden(batch.rows[:, :-1])
+        hidden = self.hidden(batch.noisy)[:, :-1]
         found = Losses()
         for phase in (MODALITY, TEXT, AUDIO):
-            places = ((batch.phases[:, 1:] == phase) & batch.targets[:, 1:, 0]).nonzero(as_tuple=True)
+            places = batch.places[phase]
             if len(places[0]):
                 logits = self._primary_logits(hidden[places], phase)
                 ids = batch.rows[:, 1:, 0][places]
                 found.add(phase, 0, _cross_entropy(logits, self.places[phase, ids]), batch.tasks, places[0])
-        places = batch.targets[:, 1:, 1:].all(-1).nonzero(as_tuple=True)
+        places = batch.places[AUXILIARY]
         if len(places[0]):
             logits = self._auxiliary_logits(hidden[places])
             indices = self.places[3, batch.rows[:, 1:, 1:][places]]
@@ -134,10 +135,10 @@ class Net(nn.Module):
                 found.add(AUDIO, stream + 1, losses[:, stream], batch.tasks, places[0])
         if batch.said:
             found.add(SAID, 0, self._said(batch), batch.tasks, torch.tensor([place for place, *_ in batch.said]))
-        places = (batch.coming[:, :-1] >= 0).nonzero(as_tuple=True)
+        places = batch.places[COMING]
         if len(places[0]):
             logits = self._product(_normed(self._middle[places]), self.foresight.weight)
-            found.add(COMING, 0, _cross_entropy(logits, batch.coming[:, :-1][places]), batch.tasks, places[0])
+            found.add(COMING, 0, _cross_entropy(logits, batch.coming[places]), batch.tasks, places[0])
         return found
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
@@ -147,20 +148,18 @@ class Net(nn.Module):
 
     def _said(self, batch: Batch) -> torch.Tensor:
         """Of each stretch of speech: connectionist temporal classification of its words, for each word."""
-        stretches = [self._middle[place, start:stop] for place, start, stop, _ in batch.said]
-        rows = nn.utils.rnn.pad_sequence(stretches)
+        rows = self._middle.flatten(0, 1)[batch.stretches]
         logits = self._product(_normed(rows), self.reader.weight)
-        words = [torch.tensor(words) for *_, words in batch.said]
-        lengths = [torch.tensor([len(part) for part in parts]) for parts in (stretches, words)]
         losses = functional.ctc_loss(
             logits.log_softmax(-1),
-            torch.cat(words),
-            *lengths,
+            batch.words,
+            batch.stretch_lengths,
+            batch.word_lengths,
             self.layout.text.size,
             reduction="none",
             zero_infinity=True,
         )
-        return losses / lengths[1]
+        return losses / batch.word_lengths.to(losses.device)
 
     def _primary_logits(self, hidden: torch.Tensor, phase: int) -> torch.Tensor:
         if self.layout.primary_stream_embedded:
@@ -183,9 +182,16 @@ def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 class Batch:
-    """Examples side by side, filled up to the longest with empty rows."""
+    """Examples side by side, filled up to the longest with empty rows; made on a processor, in a process of its own if need be.
 
-    def __init__(self, examples: Sequence[Example], device: str = "cpu") -> None:
+    Attributes:
+        rows: [B, T, S] ids; ``noisy`` is what the model is fed: some codes of answers are others of the same book there.
+        coming: [B, T] tokens, or NOTHING.
+        places: by phase (AUXILIARY: of the other streams; COMING): the (example, row) pairs whose next row has to be predicted.
+        stretches: [longest, N] indices into all rows of the stretches of speech; with ``words`` [sum] and their lengths.
+    """
+
+    def __init__(self, examples: Sequence[Example], noise: float = 0.0, seed: int = 0) -> None:
         length, streams = max(map(len, examples)), examples[0].rows.shape[1]
         rows = np.zeros((len(examples), length, streams), dtype=np.int64)
         targets = np.zeros(rows.shape, dtype=bool)
@@ -197,13 +203,46 @@ class Batch:
             phases[place, : len(example)] = example.phases
             if example.coming is not None:
                 coming[place, : len(example)] = example.coming
-        parts = (torch.from_numpy(part).to(device) for part in (rows, targets, phases, coming))
-        self.rows, self.targets, self.phases, self.coming = parts
-        self.tasks = [example.task for example in examples]
+        marked = {phase: (phases[:, 1:] == phase) & targets[:, 1:, 0] for phase in (MODALITY, TEXT, AUDIO)}
+        marked |= {AUXILIARY: targets[:, 1:, 1:].all(-1), COMING: coming[:, :-1] >= 0}
+        self.places = {part: tuple(map(torch.from_numpy, np.nonzero(where))) for part, where in marked.items()}
+        codes = targets & (phases == AUDIO)[:, :, None]
+        self.rows, self.coming = torch.from_numpy(rows), torch.from_numpy(coming)
+        self.noisy = torch.from_numpy(_disturbed(rows, codes, noise, seed))
+        self.tasks, self.filled = [example.task for example in examples], sum(map(len, examples))
         self.said = [(place, *stretch) for place, example in enumerate(examples) for stretch in example.said]
+        spans = [np.arange(start, stop) + place * length for place, start, stop, _ in self.said]
+        self.stretches = nn.utils.rnn.pad_sequence([torch.from_numpy(span) for span in spans]) if spans else None
+        self.stretch_lengths = torch.tensor([len(span) for span in spans])
+        self.words = torch.tensor([word for *_, words in self.said for word in words])
+        self.word_lengths = torch.tensor([len(words) for *_, words in self.said])
+
+    def to(self, device: str) -> Batch:
+        """Everything that is computed with, there; lengths stay, which only say how to."""
+        for name in ("rows", "coming", "noisy", "stretches", "words"):
+            value = getattr(self, name)
+            setattr(self, name, value if value is None else value.to(device, non_blocking=True))
+        self.places = {
+            part: tuple(place.to(device, non_blocking=True) for place in places) for part, places in self.places.items()
+        }
+        return self
 
     def __len__(self) -> int:
         return self.rows.shape[0] * self.rows.shape[1]
+
+
+def _disturbed(rows: np.ndarray, codes: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """A ``share`` of the marked ids in the place of others: a model that has seen wrong codes goes on after its own."""
+    if not share:
+        return rows
+    rng = np.random.default_rng(seed)
+    found = rows.copy()
+    for stream in range(rows.shape[2]):
+        places = np.nonzero(codes[:, :, stream])
+        ids = rows[..., stream][places]
+        chosen = rng.random(len(ids)) < share
+        found[..., stream][tuple(place[chosen] for place in places)] = rng.permutation(ids)[chosen]
+    return found
 
 
 class Losses:

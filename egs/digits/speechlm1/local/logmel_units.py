@@ -7,9 +7,12 @@ called log-mel units wherever they are written down.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import kaldiio
 import numpy as np
@@ -66,10 +69,38 @@ def units_of(wav: np.ndarray, centres: torch.Tensor) -> np.ndarray:
     return (nearest(log_mel(wav), centres) + 1).numpy().astype(np.int16)
 
 
-def _recordings(directory: Path) -> Iterable[tuple[str, np.ndarray]]:
-    for uid, (rate, wav) in kaldiio.load_scp_sequential(str(directory / "wav.scp")):
-        assert rate == SAMPLE_RATE, f"{uid} has {rate} Hz, expected {SAMPLE_RATE}"
-        yield uid, wav
+def _wav(found: Any, uid: str) -> np.ndarray:
+    rate, wav = found[uid]
+    assert rate == SAMPLE_RATE, f"{uid} has {rate} Hz, expected {SAMPLE_RATE}"
+    return wav
+
+
+def _some_spectra(directory: Path, frames: int, generator: torch.Generator) -> torch.Tensor:
+    """[at least ``frames`` if there are so many, MELS] of utterances taken at random."""
+    found = kaldiio.load_scp(str(directory / "wav.scp"))
+    uids, spectra, count = list(found), [], 0
+    for index in torch.randperm(len(uids), generator=generator).tolist():
+        spectra.append(log_mel(_wav(found, uids[index])))
+        count += len(spectra[-1])
+        if count >= frames:
+            break
+    return torch.cat(spectra)
+
+
+def _units_in(directory: Path, uids: Sequence[str], centres: torch.Tensor) -> dict[str, np.ndarray]:
+    torch.set_num_threads(1)
+    found = kaldiio.load_scp(str(directory / "wav.scp"))
+    return {uid: units_of(_wav(found, uid), centres) for uid in uids}
+
+
+def units_in(directory: Path, centres: torch.Tensor, jobs: int) -> dict[str, np.ndarray]:
+    """The units of all utterances of a Kaldi directory, by ``jobs`` processes, in file order."""
+    uids = list(kaldiio.load_scp(str(directory / "wav.scp")))
+    parts = [uids[first::jobs] for first in range(jobs)]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = pool.map(_units_in, [directory] * jobs, parts, [centres] * jobs)
+        found = {uid: units for part in results for uid, units in part.items()}
+    return {uid: found[uid] for uid in uids}
 
 
 def read_centres(path: Path) -> torch.Tensor:
@@ -83,15 +114,16 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=64, help="how many")
     parser.add_argument("--frames", type=int, default=100_000, help="frames that the centres are fitted to")
     parser.add_argument("--seed", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    spectra = {uid: log_mel(wav) for uid, wav in _recordings(args.data / "train")}
-    everything = torch.cat(list(spectra.values()))
-    chosen = torch.randperm(len(everything), generator=torch.Generator().manual_seed(args.seed))[: args.frames]
-    centres = fit(everything[chosen], args.units, args.seed).half().float()
+    generator = torch.Generator().manual_seed(args.seed)
+    spectra = _some_spectra(args.data / "train", 4 * args.frames, generator)
+    chosen = torch.randperm(len(spectra), generator=generator)[: args.frames]
+    centres = fit(spectra[chosen], args.units, args.seed).half().float()
     np.save(args.output / "centres.npy", centres.half().numpy())
     for name in ("train", "answers", "test"):
-        found = {uid: units_of(wav, centres) for uid, wav in _recordings(args.data / name)}
+        found = units_in(args.data / name, centres, args.jobs)
         np.savez(args.output / f"{name}.npz", **found)
         print(
             f"{name}: {len(found)} utterances, {len(np.unique(np.concatenate(list(found.values()))))} log-mel units in use"

@@ -54,7 +54,7 @@ def save(model: torch.nn.Module, output: Path) -> None:
     state = {}
     for name, tensor in model.state_dict().items():
         if name.startswith("codec.generator."):
-            state[name] = torch.ones_like(tensor) if name.endswith("cluster_size") else tensor.half()
+            state[name] = (torch.ones_like(tensor) if name.endswith("cluster_size") else tensor.half()).cpu()
     for name in [name for name in state if name.endswith(".embed")]:
         state[name + "_avg"] = state[name]
     torch.save(state, output / "part.pth")

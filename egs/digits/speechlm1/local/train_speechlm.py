@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import yaml
 from lm_align import aligned
-from lm_data import BagpiperTasks, OpusLMTasks, Pool, batches, grouped, load_corpus
+from lm_data import BagpiperTasks, Batches, OpusLMTasks, Pool, grouped, load_corpus, loader
 from lm_export import SPEAKER_ROWS, codec_files, export_bagpiper, export_opuslm, opuslm_tokens
-from lm_model import Batch, Net, backbone_config
+from lm_model import Batch, Losses, Net, backbone_config
 from lm_rows import Example
 from lm_tokenizer import make_tokenizer
 
@@ -29,6 +29,7 @@ from espnet2_vllm.text import TextTokenizer
 
 _VALID_ONE_IN = 50  # utterances that are only looked at
 _WARM_UP = 0.04  # of the training
+_METERED = 10  # of so many steps, one's losses are looked at: a device that is asked for them stands still meanwhile
 
 
 def build_layout(family: str, tokenizer: Path, config: dict[str, Any], codec: Path) -> tuple[Layout, Any]:
@@ -87,7 +88,7 @@ def validate(net: Net, examples: Sequence[Example], rows: int) -> list[str]:
     net.eval()
     meter = Meter()
     for group in grouped(examples, rows):
-        meter.add(net.losses(Batch(group, net.emb.weight.device)).table())
+        meter.add(net.losses(Batch(group).to(net.emb.weight.device)).table())
     net.train()
     return meter.lines()
 
@@ -110,6 +111,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="train so many steps instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that make batches; 0: the training itself does"
+    )
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--export-minutes", type=float, default=5, help="export so often")
     parser.add_argument("--init", type=Path, help="go on from the weights of a state that --out holds (state.pt)")
@@ -122,6 +126,7 @@ def main() -> None:
     config = yaml.safe_load(args.config.read_text(encoding="utf-8"))
     config |= {key: yaml.safe_load(value) for key, value in (entry.split("=", 1) for entry in args.set)}
     torch.set_num_threads(args.threads)
+    torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     print(f"seed {args.seed}; {config}", flush=True)
@@ -141,6 +146,7 @@ class Trainer:
             state = torch.load(args.init, map_location=args.device, weights_only=True)
             self.net.load_state_dict(state, strict=False)
         self.aligned = False
+        self.batch_rows = config["batch_rows"]["cpu" if args.device == "cpu" else "gpu"]
         self.optimisers = optimisers(self.net, config["rate"], config["matrix_rate"])
         self._read()
         counts = {name: sum(p.numel() for p in part.parameters()) for name, part in self.net.named_children()}
@@ -156,11 +162,12 @@ class Trainer:
         self.rng.shuffle(corpus)
         held = len(corpus) // _VALID_ONE_IN
         self.corpus = corpus[held:]
-        self.text = text = TextTokenizer(self.tokenizer)
+        text = TextTokenizer(self.tokenizer)
         self.pool = Pool(self.corpus, self.rng)
         valid_rng = random.Random(self.args.seed + 1)
         valid = self._tasks(text, Pool(corpus[:held], valid_rng), 0.0)
         self.tasks = self._tasks(text, self.pool, self.config["audio_cfg"])
+        self.batches = Batches(self.tasks, self.batch_rows, self.config["noise"], self.args.seed)
         self.valid = [valid.draw() for _ in range(self.config["valid_examples"])]
 
     def _tasks(self, text: TextTokenizer, pool: Pool, dropout: float) -> BagpiperTasks | OpusLMTasks:
@@ -171,8 +178,7 @@ class Trainer:
 
     def run(self) -> None:
         began = exported = said = time.monotonic()
-        meter, step, rows, real = Meter(), 0, 0, 0
-        stream = batches(self.tasks.draw, self.rng, self.config["batch_rows"])
+        meter, step, rows, real, stream = Meter(), 0, 0, 0, None
         while True:
             elapsed = time.monotonic() - began
             progress = step / self.args.steps if self.args.steps else elapsed / (60 * self.args.minutes)
@@ -180,11 +186,15 @@ class Trainer:
                 break
             if progress >= self.config["align_at"] and not self.aligned:
                 self.align()
+                stream = None
             self.pool.limit = next(limit for start, limit in reversed(self.config["lengths"]) if progress >= start)
-            examples = next(stream)
-            batch = Batch(examples, self.args.device)
-            meter.add(self._step(batch, schedule(progress)))
-            step, rows, real = step + 1, rows + len(batch), real + sum(map(len, examples))
+            if stream is None:
+                stream = iter(loader(self.batches, self.args.workers))
+            batch = next(stream)
+            losses = self._step(batch.to(self.args.device), schedule(progress))
+            if step % _METERED == 0:
+                meter.add(losses.table())
+            step, rows, real = step + 1, rows + len(batch), real + batch.filled
             now = time.monotonic()
             if now - said > 60:
                 print(
@@ -201,12 +211,12 @@ class Trainer:
     def align(self) -> None:
         """From now on the speech of answers also teaches what is said next."""
         self.net.eval()
-        corpus = aligned(self.net, self.text, self.corpus, self.tasks.heard, 2 * self.config["batch_rows"])
+        corpus = aligned(self.net, self.corpus, self.tasks.heard, 2 * self.batch_rows, self.args.workers)
         self.net.train()
         self.pool.fill(corpus)
         self.aligned = True
 
-    def _step(self, batch: Batch, scale: float) -> dict[tuple[str, str], tuple[float, int]]:
+    def _step(self, batch: Batch, scale: float) -> Losses:
         losses = self.net.losses(batch)
         losses.total(
             self.config["stream_weights"],
@@ -220,11 +230,11 @@ class Trainer:
                 group["lr"] = rate * scale
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        return losses.table()
+        return losses
 
     def export(self, step: int) -> None:
         print(f"step {step}: losses of utterances held out")
-        print("\n".join(validate(self.net, self.valid, self.config["batch_rows"])), flush=True)
+        print("\n".join(validate(self.net, self.valid, self.batch_rows)), flush=True)
         out = self.args.out
         if self.family == "bagpiper":
             export_bagpiper(self.net, self.backbone, self.tokenizer, self.args.codec, out, self.config["audio_cfg"])

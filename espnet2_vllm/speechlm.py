@@ -66,10 +66,12 @@ class SpeechLM:
         decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
         long_audio: str = "cut",
         units: UnitsDescription | None = None,
+        codec_share: float | str = 1.0,
         **options: Any,
     ) -> None:
         from .backends import check_engine
         from .bin.options import choose_device
+        from .codec.share import Share
         from .plan import LONG_AUDIO
         from .prompt.bagpiper import listening_of
 
@@ -80,6 +82,7 @@ class SpeechLM:
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
         check_engine(backend, self.dtype)
         self.decoding, self.units = decoding, units
+        self.codec_share = Share.parse(str(codec_share))
         self.notes: Counter[str] = Counter()
         self.listening = listening_of(checkpoint, long_audio)
         self._lock = threading.Lock()
@@ -101,7 +104,8 @@ class SpeechLM:
             options: ``backend`` (``vllm`` or ``pytorch``), ``dtype`` (bfloat16 on a GPU, else float32), ``device`` (of codec and
                 encoder), ``decoding`` (defaults of every call), ``long_audio`` (``cut``, ``refuse`` or ``whole``: recordings
                 beyond 30 s), ``units`` (OpusLM: the ``audio.units.UnitsDescription`` of the SSL model that recordings are
-                tokenised with), and options of the engine such as ``max_num_seqs``.
+                tokenised with), ``codec_share`` (of the device while the engine is at work, as ``--codec_share``), and options of the
+                engine such as ``max_num_seqs``.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or it cannot be used.
@@ -257,7 +261,10 @@ class SpeechLM:
         codec = load_fitting_codec(
             self.checkpoint.codec, self.checkpoint.codec_base, self.checkpoint.layout, self.device
         )
-        return Speech(codec, silent_frames=SILENT_FRAMES if self.checkpoint.family == "opuslm" else 0)
+        silent_frames = SILENT_FRAMES if self.checkpoint.family == "opuslm" else 0
+        speech = Speech(codec, silent_frames=silent_frames, share=self.codec_share)
+        speech.beside = lambda: (engine := self._engine) is not None and engine.unfinished > 0
+        return speech
 
     @cached_property
     def tower(self) -> AudioTower:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import resource
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ import numpy as np
 
 from ..codec.chunks import ChunkSizes
 from ..codec.service import CodecService
+from ..codec.share import TIME, Share
 from ..decoding import DecodingConfig, load_decoding
 from ..drive import drive
 from ..errors import SpeechLMError
@@ -33,6 +36,8 @@ _BURST = 64  # clips that finish at once
 _SETTLE = 20  # steps until requests that were handed over are all decoding, at least
 _LONG = 2048  # rows of the requests that keep the engine busy
 _TIMEOUT = 120.0
+_BESIDE_S = 4.0  # seconds of decoding with a share of the device, about; fewer clips where 64 would take longer
+_SHARED_FRAMES = 100  # of utterances that are streamed with a share of the device
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class SpeechSettings:
         bursts: how often they do.
         steps: of the engine, timed with nothing beside it.
         clips: decoded to see whether memory grows.
+        shares: of the device, by time, that the codec has beside the engine.
     """
 
     in_flight: tuple[int, ...] = (1, 64, 256)
@@ -56,6 +62,7 @@ class SpeechSettings:
     steps: int = 200
     clips: int = 2000
     sizes: ChunkSizes = ChunkSizes()
+    shares: tuple[Share, ...] = (Share(),)
     seed: int = 0
 
 
@@ -92,6 +99,7 @@ def codec_figures(codec: TorchCodec, service: CodecService, settings: SpeechSett
     codec.decode(one)
     plain = _seconds(lambda: [codec.decode(clip) for clip in some]) / sum(map(len, some)) * sum(map(len, clips))
     sound = sum(map(len, clips)) * codec.hop / codec.sample_rate
+    whole = codec.decode(one)
     return {
         "clip_s": settings.clip_seconds,
         "one_s": alone,
@@ -99,8 +107,31 @@ def codec_figures(codec: TorchCodec, service: CodecService, settings: SpeechSett
         "together_sound_s": sound,
         "rtf": together / sound,
         "one_by_one_s": plain,
-        "largest_difference": float(np.abs(service.decode([one])[0] - codec.decode(one)).max(initial=0.0)),
+        "largest_difference": float(np.abs(service.decode([one])[0] - whole).max(initial=0.0)),
+        "streamed_difference": float(np.abs(streamed(service, one, settings.sizes) - whole).max(initial=0.0)),
     }
+
+
+def streamed(service: CodecService, codes: np.ndarray, sizes: ChunkSizes) -> np.ndarray:
+    """Samples of a clip that grows frame by frame."""
+    chunks: list[np.ndarray] = []
+    done: Future[None] = Future()
+
+    def on_chunk(chunk: np.ndarray | SpeechLMError, last: bool) -> None:
+        if isinstance(chunk, SpeechLMError):
+            done.set_exception(chunk)
+            return
+        chunks.append(chunk)
+        stream.taken()
+        if last:
+            done.set_result(None)
+
+    stream = service.open(sizes, on_chunk)
+    for frame in range(len(codes)):
+        stream.push(codes[frame : frame + 1])
+    stream.end()
+    done.result(_TIMEOUT)
+    return np.concatenate(chunks)
 
 
 def memory_figures(codec: TorchCodec, service: CodecService, settings: SpeechSettings) -> dict[str, Any]:
@@ -163,18 +194,28 @@ class SpeechBench:
         self.layout: Layout = engine.layout
         self.scratch = scratch
         self._rng = np.random.default_rng(settings.seed)
+        self._clip_s = 0.0  # seconds that a clip takes among many
+        service.beside = lambda: engine.unfinished > 0
 
     def figures(self) -> Iterator[tuple[str, Any]]:
         """Name and content of each part of the report, as they are measured."""
-        yield "codec", codec_figures(self.codec, self.service, self.settings)
-        yield "memory", memory_figures(self.codec, self.service, self.settings)
-        yield "stall", self.stall()
-        for count in self.settings.in_flight:
+        settings = self.settings
+        found = codec_figures(self.codec, self.service, settings)
+        self._clip_s = found["together_s"] / _BURST
+        yield "codec", found
+        if self.service.share.by == TIME:
+            yield "memory", memory_figures(self.codec, self.service, settings)
+        for share, figures in self.stalls():
+            yield _named("stall", share), figures
+        for count in settings.in_flight if self.service.share.by == TIME else settings.in_flight[-1:]:
             if count > 1:
-                self.first_chunks(
-                    count, self.settings.sizes.first + 8
-                )  # lets what is compiled at first use be compiled
-            yield f"stream {count}", self.first_chunks(count, self.settings.frames)
+                self.first_chunks(count, settings.sizes.first + 8)  # lets what is compiled at first use be compiled
+            yield f"stream {count}", self.first_chunks(count, settings.frames)
+        for share in settings.shares:
+            if share.rests:
+                count = max(settings.in_flight)
+                found = self.first_chunks(count, min(settings.frames, _SHARED_FRAMES), share)
+                yield _named(f"stream {count}", share), found
 
     def _config(self, frames: int) -> DecodingConfig:
         """Audio of exactly so many frames."""
@@ -197,14 +238,11 @@ class SpeechBench:
         return Utterance(key, (Given(rows[:-1], name), Wanted(rows[-1:], wanted)))
 
     # -- steps ----------------------------------------------------------------------------------------------------
-    def stall(self) -> dict[str, Any]:
-        """Step times with nothing beside the engine, and while 64 finished clips are decoded."""
+    def stalls(self) -> Iterator[tuple[Share, dict[str, Any]]]:
+        """Step times with nothing beside the engine, and while finished clips are decoded with each share of the device."""
         settings, steps = self.settings, self.engine.steps
         count = max(settings.in_flight)
         config = self._config(min(self.engine.max_rows, _LONG) - settings.prompt - self.layout.num_streams - 8)
-        frames = max(round(settings.clip_seconds * self.codec.sample_rate / self.codec.hop), 2)
-        clips = [_codes(self.codec, self._rng, frames) for _ in range(_BURST)]
-        spans: list[tuple[float, float]] = []
         with EngineThread(self.engine) as thread:
             tasks: dict[int, Task] = {}
             over = threading.Event()
@@ -225,21 +263,50 @@ class SpeechBench:
             for place in range(count):
                 begin(place)
             self._wait(len(steps) + _SETTLE + count * settings.prompt // 2048)
-            clean_from = len(steps)
-            for _ in range(settings.bursts):
-                self._wait(len(steps) + settings.steps // settings.bursts)
+            for share in settings.shares:
+                yield share, {"in_flight": count, **self._stall(share)}
+            over.set()
+            for task in tasks.values():
+                thread.stop(task)
+
+    def _stall(self, share: Share) -> dict[str, Any]:
+        """The engine is at work."""
+        settings, steps = self.settings, self.engine.steps
+        count, bursts = _BURST, settings.bursts
+        if share.rests:
+            count, bursts = min(max(int(_BESIDE_S * share.fraction / self._clip_s), 2), _BURST), 1
+        frames = max(round(settings.clip_seconds * self.codec.sample_rate / self.codec.hop), 2)
+        clips = [_codes(self.codec, self._rng, frames) for _ in range(count)]
+        spans: list[tuple[float, float]] = []
+        first = len(steps)
+        with self._sharing(share):
+            for _ in range(bursts):
+                self._wait(len(steps) + settings.steps // bursts)
                 begun = time.perf_counter()
                 self.service.decode(clips)
                 spans.append((begun, time.perf_counter()))
             self._wait(len(steps) + _SETTLE)
-            over.set()
-            for task in tasks.values():
-                thread.stop(task)
-        measured = steps[clean_from:]
+        measured = steps[first:]
         busy = [end - start for start, end in measured if any(start < b and a < end for a, b in spans)]
         clean = [end - start for start, end in measured if all(start >= b or a >= end for a, b in spans)]
-        facts = {"in_flight": count, "clips": _BURST, "burst_s": statistics.median(b - a for a, b in spans)}
-        return {**facts, "clean": _spread(clean), "busy": _spread(busy), "all": _spread([*clean, *busy])}
+        seconds = statistics.median(b - a for a, b in spans)
+        return {
+            "share": str(share),
+            "clips": count,
+            "burst_s": seconds,
+            "sound_per_s": count * frames * self.codec.hop / self.codec.sample_rate / seconds,
+            "clean": _spread(clean),
+            "busy": _spread(busy),
+            "all": _spread([*clean, *busy]),
+        }
+
+    @contextlib.contextmanager
+    def _sharing(self, share: Share) -> Iterator[None]:
+        before, self.service.share = self.service.share, share
+        try:
+            yield
+        finally:
+            self.service.share = before
 
     def _wait(self, steps: int) -> None:
         """Until the engine has done so many steps."""
@@ -249,11 +316,11 @@ class SpeechBench:
             time.sleep(0.002)
 
     # -- streams --------------------------------------------------------------------------------------------------
-    def first_chunks(self, count: int, frames: int) -> dict[str, Any]:
+    def first_chunks(self, count: int, frames: int, share: Share | None = None) -> dict[str, Any]:
         """``count`` streams that begin at once: seconds until each one's first samples, and until all are heard."""
         config = self._config(frames)
         before, busy = len(self.engine.steps), self.service.usage.busy_s
-        with EngineThread(self.engine) as thread:
+        with self._sharing(share or self.service.share), EngineThread(self.engine) as thread:
             streamer = Streamer(thread, self.service, self.settings.sizes)
             begun = time.perf_counter()
             heard = asyncio.run(self._listen(streamer, count, config))
@@ -291,6 +358,10 @@ class SpeechBench:
         return await asyncio.gather(*map(one, range(count)))
 
 
+def _named(what: str, share: Share) -> str:
+    return f"{what}, share {share}" if share.rests else what
+
+
 def _spread(seconds: list[float]) -> dict[str, float | int | None]:
     if not seconds:
         return {"steps": 0, "mean": None, "p50": None, "p99": None}
@@ -303,7 +374,13 @@ def speech_tables(report: dict[str, Any]) -> str:
     """Markdown of what ``SpeechBench`` measured."""
     lines = [f"## Speech on {report['device']['name']}"]
     for entry in report["speech"]:
-        lines += ["", f"### {entry['codec']} beside {entry['model']} ({entry['dtype']})", ""]
+        how = [
+            entry["dtype"],
+            *(["TF32"] if entry["tf32"] else []),
+            *([f"share {own}"] if (own := entry["share"]) != "1" else []),
+        ]
+        how += ["engine in a process of its own"] if entry["engine_process"] else []
+        lines += ["", f"### {entry['codec']} beside {entry['model']} ({', '.join(how)})", ""]
         if "error" in entry:
             lines.append(entry["error"])
             continue
@@ -317,7 +394,9 @@ def speech_tables(report: dict[str, Any]) -> str:
             if name.startswith("stream"):
                 shown = (one["first_p50_s"], one["first_p99_s"], one["steps"]["p50"], one["steps"]["p99"])
                 cells = " | ".join(f"{value * 1e3:.1f}" for value in shown)
-                lines.append(f"| {one['in_flight']} | {one['rows_until_first']} | {cells} | {one['rtf']:.5f} |")
+                lines.append(
+                    f"| {name.removeprefix('stream ')} | {one['rows_until_first']} | {cells} | {one['rtf']:.5f} |"
+                )
     return "\n".join(lines)
 
 
@@ -333,7 +412,7 @@ def _codec_lines(entry: dict[str, Any]) -> list[str]:
             f"- codec: one clip of {one['clip_s']:g} s {one['one_s'] * 1e3:.1f} ms; {_BURST} together "
             f"{one['together_s'] * 1e3:.1f} ms ({one['together_s'] / one['one_s']:.1f} times one; one by one as it is "
             f"{one['one_by_one_s'] * 1e3:.0f} ms); real-time factor {one['rtf']:.6f}; largest difference from the whole "
-            f"{one['largest_difference']:.1g}"
+            f"{one['largest_difference']:.1g}, streamed {one['streamed_difference']:.1g}"
         )
     if "memory" in figures:
         one = figures["memory"]
@@ -346,13 +425,20 @@ def _codec_lines(entry: dict[str, Any]) -> list[str]:
         lines.append(
             f"- memory over {one['clips']} clips, from the first fifth on: resident {resident:+.1f} MiB{device}"
         )
-    if "stall" in figures and figures["stall"]["busy"]["steps"]:
-        one = figures["stall"]
-        clean, busy = one["clean"], one["busy"]
-        rows = [f"{name} {clean[name] * 1e3:.2f} and {busy[name] * 1e3:.2f} ms" for name in ("mean", "p50", "p99")]
-        lines.append(
-            f"- engine steps with {one['in_flight']} in flight, alone and while {one['clips']} clips are decoded: "
-            f"{', '.join(rows)} ({busy['p99'] / clean['p99'] - 1:+.1%} at p99); {busy['steps']} steps, "
-            f"{one['burst_s'] * 1e3:.0f} ms a burst; p99 of all steps {one['all']['p99'] / clean['p99'] - 1:+.1%}"
-        )
+    for name, one in figures.items():
+        if name.startswith("stall") and one["busy"]["steps"]:
+            lines.append(_stall_line(one, entry["sample_rate"] / entry["hop"]))
     return lines
+
+
+def _stall_line(one: dict[str, Any], frame_rate: float) -> str:
+    clean, busy = one["clean"], one["busy"]
+    rows = [f"{name} {clean[name] * 1e3:.2f} and {busy[name] * 1e3:.2f} ms" for name in ("mean", "p50", "p99")]
+    makes = one["in_flight"] / busy["mean"] / frame_rate
+    return (
+        f"- engine steps with {one['in_flight']} in flight, alone and while {one['clips']} clips are decoded with share "
+        f"{one['share']}: {', '.join(rows)} ({busy['mean'] / clean['mean'] - 1:+.1%} in the mean, "
+        f"{busy['p99'] / clean['p99'] - 1:+.1%} at p99); {busy['steps']} steps, {one['burst_s'] * 1e3:.0f} ms a burst; p99 of all "
+        f"steps {one['all']['p99'] / clean['p99'] - 1:+.1%}; decodes {one['sound_per_s']:.0f} s of sound a second, the engine "
+        f"makes {makes:.0f}"
+    )

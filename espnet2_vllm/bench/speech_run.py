@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..codec.budget import make_room
 from ..codec.service import CodecService
+from ..codec.share import TIME, Share
 from ..errors import ConfigError, SpeechLMError
 from .codecs import make_codec
 from .report import write_report
@@ -29,7 +33,8 @@ def run_speech(
     *,
     dtype: str,
     device: str,
-    tf32: bool,
+    tf32: Sequence[bool],
+    shares: Sequence[Share],
     options: Mapping[str, Any],
     report: dict[str, Any],
     json: Path | None,
@@ -37,6 +42,10 @@ def run_speech(
     """Measures each codec of ``names`` beside one engine of ``geometry``; whether all could be measured.
 
     A codec that cannot be made, or fails, does not keep the others from being measured.
+
+    Args:
+        tf32: measured without and with, as listed.
+        shares: of the device. Those by time are tried on one codec, those by space on one each.
     """
     import torch
 
@@ -46,21 +55,23 @@ def run_speech(
     with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as folder:
         scratch = Path(folder)
         checkpoint = geometry.open(scratch)
-        started: list[tuple[dict[str, Any], Any, CodecService]] = []
+        started: list[tuple[dict[str, Any], Any, CodecService, SpeechSettings]] = []
         taken = 0
-        for name in names:
-            entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": tf32}
+        for name, rounded, (own, tried) in itertools.product(names, tf32, _kinds(shares)):
+            entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": rounded, "share": str(own)}
+            # The device goes from one process to the other as a whole.
+            entry["engine_process"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
             entries.append(entry)
             try:
                 codec = make_codec(name, checkpoint, device)
-                service = CodecService(codec, waiting=1024, tf32=tf32)
+                service = CodecService(codec, waiting=1024, tf32=rounded, share=own)
                 taken = max(service.prepare(settings.sizes), taken)
             except (SpeechLMError, RuntimeError) as error:
                 log.error("%s: %s", name, error, exc_info=True)
                 entry["error"] = str(error)
                 continue
             entry |= _described(service, taken)
-            started.append((entry, codec, service))
+            started.append((entry, codec, service, replace(settings, shares=tried)))
         if not started:
             raise ConfigError(f"none of the codecs {', '.join(names)} could be started")
         total = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else 0
@@ -70,12 +81,18 @@ def run_speech(
         report["engine_start_s"] = time.monotonic() - begun
         log.info("engine started in %.0f s", report["engine_start_s"])
         try:
-            for entry, codec, service in started:
-                _measure(SpeechBench(engine, codec, service, settings, scratch), entry, report, json)
+            for entry, codec, service, its in started:
+                _measure(SpeechBench(engine, codec, service, its, scratch), entry, report, json)
                 service.close()
         finally:
             engine.close()
     return not any("error" in entry for entry in entries)
+
+
+def _kinds(shares: Sequence[Share]) -> list[tuple[Share, tuple[Share, ...]]]:
+    """The share that a codec is made with, and those that are tried on it."""
+    by_time = tuple(share for share in shares if share.by == TIME)
+    return [*([(Share(), by_time)] if by_time else []), *((share, (share,)) for share in shares if share.by != TIME)]
 
 
 def _described(service: CodecService, taken: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, SpeechLMError
-from .options import add, add_engine_options, at_least, engine_options, run_command
+from .options import add, add_engine_options, at_least, codec_share, engine_options, flag, run_command
 
 if TYPE_CHECKING:
     from ..bench.geometry import Geometry
@@ -85,7 +85,23 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         help="Measure these codecs beside this engine instead: dac-large, xcodec (released geometries, random weights), dac-tiny, "
         "xcodec-tiny, own (the converted directory's)",
     )
-    option("codec_tf32", action="store_true", help="Codecs on a GPU multiply in TF32: faster, and less exact")
+    option(
+        "codec_tf32",
+        type=list_of(flag),
+        nargs="?",
+        const=[True],
+        default="false",
+        metavar="LIST",
+        help="Codecs on a GPU multiply in TF32: faster, and less exact; false,true measures both",
+    )
+    option(
+        "codec_share",
+        type=list_of(codec_share),
+        default="1",
+        metavar="LIST",
+        help="Parts of the device that codecs take while the engine is at work: 0.1 (by rests between layers), 0.1:space (by a "
+        "green context of so many multiprocessors), 1 (the whole device)",
+    )
     option("clips", type=at_least(5), default=2000, help="Decoded by each codec to see whether memory grows")
     option("profile", action="store_true", help="Show where a decode step goes: host parts and kernels of each load")
 
@@ -202,6 +218,7 @@ def _run_speech(args: argparse.Namespace, argv: Sequence[str]) -> int:
         dtype=args.dtype,
         device=choose_device(args.device, gpu=True),
         tf32=args.codec_tf32,
+        shares=args.codec_share,
         options={**sized, **engine_options(args)},
         report=report,
         json=args.json,

@@ -124,6 +124,8 @@ def run_job(
             begun[key] = writer, time.monotonic()
             yield item
 
+    if speech is not None:
+        speech.beside = lambda: engine.unfinished > 0
     with _saying_how_to_go_on(), Progress(total, tally) as progress, Store(speech, tally) as store:
         utterances = fresh() if make_tower is None else encoded(fresh(), make_tower)
         results = decode(
@@ -261,7 +263,7 @@ def prepare_speech(speech: Speech | None, args: argparse.Namespace, options: Map
     form = AudioFormat(args.audio_format, args.audio_bits)
     if speech is None:
         return dict(options)
-    speech.form = form
+    speech.form, speech.share = form, args.codec_share
     taken = speech.prepare()
     if not taken or args.backend != "vllm":
         return dict(options)

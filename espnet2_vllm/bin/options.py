@@ -31,6 +31,10 @@ _ENGINE_OPTIONS = (
 )
 _NOT_GIVEN = object()
 RANDOM_SEED = "random"
+CODEC_SHARE_HELP = (
+    "Part of the device that the codec takes while the engine is at work on it, as 0.1: it rests between the layers of its "
+    "decoder, unless many clips wait; less disturbs the engine less, and sound comes later; 1 is the whole device"
+)
 SEED_HELP = "Random seed; 'random' draws one and logs it (a run that goes on keeps the one that it began with)"
 
 
@@ -73,6 +77,16 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{value} is not above 0 and up to 1")
     return value
+
+
+def codec_share(text: str) -> Any:
+    """Type of a ``codec.share.Share``."""
+    from ..codec.share import Share
+
+    try:
+        return Share.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add(group: Any, name: str, **settings: Any) -> None:
@@ -119,6 +133,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
         "audio_format", choices=FORMATS, default="wav", help="Of generated sound: files, or Kaldi arks named ark:byte"
     )
     option("audio_bits", choices=BITS, default="16", help="Of a sample; float only in wav")
+    option("codec_share", type=codec_share, default="1", metavar="SHARE", help=CODEC_SHARE_HELP)
     group = parser.add_argument_group("journal")
     option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
     option("no_resume", dest="resume", action="store_false", help="Decode everything anew")

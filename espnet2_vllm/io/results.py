@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from .scores import Scores, scores_file, scores_of, write_scores
 if TYPE_CHECKING:
     from ..codec import Codec
     from ..codec.service import CodecService
+    from ..codec.share import Share
 
 # What is counted on the way (``ResultWriter.notes``).
 BREAKS = "line breaks in texts were written as escapes (\\n)"
@@ -54,10 +55,17 @@ class Speech:
 
     Args:
         silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
+        share: of the device; None is all of it.
+
+    Attributes:
+        beside: whether an engine is at work that leaves the codec no more than its share.
     """
 
-    def __init__(self, codec: Codec, *, silent_frames: int = 0, form: AudioFormat | None = None) -> None:
-        self.codec, self.silent_frames, self.form = codec, silent_frames, form or AudioFormat()
+    def __init__(
+        self, codec: Codec, *, silent_frames: int = 0, form: AudioFormat | None = None, share: Share | None = None
+    ) -> None:
+        self.codec, self.silent_frames, self.form, self.share = codec, silent_frames, form or AudioFormat(), share
+        self.beside: Callable[[], bool] = lambda: True
         self._lock = threading.Lock()
         self._service: CodecService | None = None
 
@@ -72,7 +80,8 @@ class Speech:
 
         with self._lock:
             if self._service is None:
-                self._service = CodecService(self.codec, silent_frames=self.silent_frames)
+                self._service = CodecService(self.codec, silent_frames=self.silent_frames, share=self.share)
+                self._service.beside = lambda: self.beside()
             return self._service
 
     def prepare(self) -> int:

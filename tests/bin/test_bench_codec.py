@@ -23,22 +23,25 @@ def test_figures_of_a_codec_beside_the_engine(tmp_path, capfd):
     path = tmp_path / "speech.json"
     arguments = [
         str(converted_model("opuslm", "tiny-llama")), "--codec", "own", "--dtype", "float32", "--device", "cpu",
-        "--in-flight", "1,3", "--lengths", "16:30", "--clips", "10", "--json", str(path),
+        "--in-flight", "1,3", "--lengths", "16:30", "--clips", "10", "--codec-share", "1,0.5", "--json", str(path),
     ]  # fmt: skip
     assert bench.main(arguments) == 0
     (entry,) = json.loads(path.read_text(encoding="utf-8"))["speech"]
     figures = entry["figures"]
-    assert list(figures) == ["codec", "memory", "stall", "stream 1", "stream 3"]
+    shared = ["stall, share 0.5", "stream 3, share 0.5"]
+    assert list(figures) == ["codec", "memory", "stall", shared[0], "stream 1", "stream 3", shared[1]]
     assert (entry["graphs"], entry["device_bytes"]) == (0, 0)
     assert figures["codec"]["largest_difference"] < 1e-4
     assert figures["codec"]["rtf"] == pytest.approx(
         figures["codec"]["together_s"] / figures["codec"]["together_sound_s"]
     )
     assert figures["memory"]["clips"] == 10
-    stall = figures["stall"]
-    assert stall["in_flight"] == 3
-    assert stall["clean"]["steps"] >= 12
-    assert stall["all"]["steps"] == stall["clean"]["steps"] + stall["busy"]["steps"]
+    for name, share in (("stall", "1"), (shared[0], "0.5")):
+        stall = figures[name]
+        assert (stall["in_flight"], stall["share"]) == (3, share)
+        assert stall["clean"]["steps"] >= 12
+        assert stall["all"]["steps"] == stall["clean"]["steps"] + stall["busy"]["steps"]
+        assert stall["sound_per_s"] > 0
     for count in (1, 3):
         one = figures[f"stream {count}"]
         assert one["sound_s"] == pytest.approx(count * 30 * entry["hop"] / entry["sample_rate"])
@@ -46,7 +49,9 @@ def test_figures_of_a_codec_beside_the_engine(tmp_path, capfd):
         assert one["rows_until_first"] == 18
     shown = capfd.readouterr().out
     assert "### own beside" in shown
-    assert "while 4 clips are decoded" in shown
+    assert figures["codec"]["streamed_difference"] < 1e-4
+    assert "while 4 clips are decoded with share 1:" in shown
+    assert "| 3, share 0.5 | 18 |" in shown
 
 
 def test_unknown_codecs_and_several_models_are_refused(caplog):

@@ -50,9 +50,9 @@ class LogMel:
 
     def _batch(self, wavs: Sequence[np.ndarray]) -> list[torch.Tensor]:
         lengths = [len(wav) for wav in wavs]
-        stacked = torch.zeros(len(wavs), max(lengths), pin_memory=self._device.type == "cuda")
+        stacked = torch.empty(len(wavs), max(lengths), pin_memory=self._device.type == "cuda")
         for row, wav in zip(stacked.numpy(), wavs, strict=True):
-            row[: len(wav)] = wav
+            row[: len(wav)], row[len(wav) :] = wav, 0
         counts = torch.tensor(lengths).unsqueeze(1).to(self._device)
         samples = self._normalised(stacked.to(self._device, non_blocking=True), counts)
         spectrum = torch.stft(

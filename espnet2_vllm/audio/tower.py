@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention
 
 from ..errors import CheckpointError
@@ -129,7 +130,7 @@ class AudioTower:
             for rows in (self.listening.rows_of_frames(len(mel)) for mel in features)
             for start in range(0, rows, window)
         ]
-        self._windows.set(lengths, self.device)
+        self._windows.set(lengths, self.device, self.device.type == "cuda" and self.dtype != torch.float32)
         for layer in tower.layers:
             hidden = layer(hidden, None)[0]
         return hidden
@@ -171,8 +172,13 @@ class _Clip:
 class _Windows:
     """Which rows attend to one another: windows of one clip each, as flash attention's ``cu_seqlens`` has them."""
 
-    def set(self, lengths: Sequence[int], device: torch.device) -> None:
+    def set(self, lengths: Sequence[int], device: torch.device, packed: bool) -> None:
+        """``packed``: for flash attention, which only GPUs have, and not for float32; otherwise side by side, filled up."""
         counts, width = np.asarray(lengths), max(lengths)
+        self.packed, self.width = packed, width
+        if packed:
+            self.ends = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
+            return
         inside = np.arange(width)[None, :] < counts[:, None]
         starts = np.cumsum(counts) - counts
         places = np.where(inside, starts[:, None] + np.arange(width)[None, :], 0)
@@ -182,7 +188,7 @@ class _Windows:
 
 
 class _WindowAttention(torch.nn.Module):
-    """A layer's attention with all windows in one call, the shorter ones masked."""
+    """A layer's attention with all windows in one call, packed or the shorter ones masked."""
 
     def __init__(self, original: Any, windows: _Windows) -> None:
         super().__init__()
@@ -194,10 +200,14 @@ class _WindowAttention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """[rows, d] -> [rows, d]."""
         windows = self.windows
-        query, key, value = (
-            projection(hidden_states)[windows.places].unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads = [
+            projection(hidden_states).unflatten(-1, (self.heads, -1))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        ]
+        if windows.packed:
+            sizes = (windows.ends, windows.ends, windows.width, windows.width)
+            return self.out_proj(varlen_attn(*heads, *sizes, scale=self.scaling).flatten(1))
+        query, key, value = (part[windows.places].transpose(1, 2) for part in heads)
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=windows.mask, scale=self.scaling)
         return self.out_proj(mixed.transpose(1, 2).flatten(2).flatten(0, 1)[windows.back])
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from espnet2_vllm import decoding_rules as rules
 from espnet2_vllm.errors import ConfigError
+from espnet2_vllm.protocol import EVERY
 from espnet2_vllm.yaml_document import Document
 
 log = logging.getLogger(__name__)
 
-SEARCHES = ("greedy", "topk", "teacher_force")
+SEARCHES = ("greedy", "topk", "topp", "teacher_force")
 BLOCKS = {  # of each dialect, the key whose settings serve a modality
     "bagpiper": {"text": "text", "audio": "audio"},
     "chat": {"text": "text_bpe", "audio": "codec_ssl"},
@@ -32,8 +33,9 @@ BLOCKS = {  # of each dialect, the key whose settings serve a modality
 class SegmentConfig:
     """How the rows of one modality's segments are chosen.
 
-    search: 'greedy', 'topk' or 'teacher_force' (argmax under the reference history).
+    search: 'greedy', 'topk', 'topp' or 'teacher_force' (argmax under the reference history).
     temperature: > 0; topk: >= 1. Both 1 for greedy and teacher_force. ``topk`` 1 is greedy whatever the temperature.
+    top_p: from 0 (greedy) to 1 for topp, whose ``topk`` is ``protocol.EVERY``; 1 for all others. See ``protocol.Sampling``.
     min_rows: the first row (from 0) at which a segment may end. max_rows: the most rows of a segment, delayed rows
     where the model delays; None where ratios rule. min_ratio, max_ratio: see ``rows_limits``; None where rows rule.
     cfg: guidance scale, <= 1 is none. num_hypo: hypotheses of one segment. tokenizer: the codec's settings as written.
@@ -49,13 +51,18 @@ class SegmentConfig:
     cfg: float = 1.0
     num_hypo: int = 1
     tokenizer: Mapping[str, Any] | None = None
+    top_p: float = 1.0
 
     def __post_init__(self):
         assert self.search in SEARCHES, f"search {self.search!r}"
         assert math.isfinite(self.temperature) and self.temperature > 0, f"temperature {self.temperature}"
         assert self.topk >= 1, f"topk {self.topk}"
-        assert self.search == "topk" or (self.temperature, self.topk) == (1.0, 1), (
+        assert self.search in ("topk", "topp") or (self.temperature, self.topk) == (1.0, 1), (
             f"{self.search} with temperature {self.temperature}, topk {self.topk}"
+        )
+        assert 0 <= self.top_p <= 1, f"top_p {self.top_p}"
+        assert self.topk == EVERY if self.search == "topp" else self.top_p == 1, (
+            f"{self.search} with topk {self.topk}, top_p {self.top_p}"
         )
         assert self.min_rows >= 0, f"min_rows {self.min_rows}"
         assert (self.min_ratio is None) == (self.max_ratio is None), f"ratios {self.min_ratio}, {self.max_ratio}"
@@ -68,7 +75,7 @@ class SegmentConfig:
     @property
     def greedy(self) -> bool:
         """Whether every row is an argmax, so that no randomness is used."""
-        return self.search == "greedy" or self.topk == 1
+        return self.search == "greedy" or self.topk == 1 or self.top_p == 0
 
     @property
     def guided(self) -> bool:
@@ -115,7 +122,8 @@ class DecodingConfig:
     order; 'image', 'video' and 'toolcall' keep their place but enforce nothing (the model's own choice is used there,
     ``ParallelLLM.inference``). nbest, seed: None where the file does not say. cli: every option of ESPnet's command
     line that the file sets, checked. A chat file wins over the command line (``speechlm_inference_chat.main``), a flat
-    file loses to it (``config_argparse``).
+    file loses to it (``config_argparse``). fixed_length: segments have ``Wanted.frames`` frames, whatever the limits of
+    their modality; teacher_force follows its reference all the same.
     """
 
     dialect: str
@@ -129,6 +137,7 @@ class DecodingConfig:
     inference_last_segment: bool = False
     seed: int | None = None
     cli: Mapping[str, Any] = field(default_factory=dict)
+    fixed_length: bool = False
 
     def __post_init__(self):
         assert self.dialect in ("bagpiper", "chat", "flat"), f"dialect {self.dialect!r}"
@@ -189,7 +198,7 @@ class DecodingConfig:
         """Raise ConfigError if a top-k is larger than the vocabulary (torch.topk of ESPnet raises RuntimeError)."""
         for modality in ("text", "audio"):
             segment = getattr(self, modality)
-            if segment is not None and segment.topk > vocab_size:
+            if segment is not None and segment.search == "topk" and segment.topk > vocab_size:
                 raise ConfigError(
                     f"{self.source}: topk {segment.topk} for {modality} is larger than the vocabulary of the "
                     f"checkpoint ({vocab_size} ids); write a smaller one"
@@ -306,8 +315,7 @@ def _chat(document: Document) -> DecodingConfig:
 def _chat_segment(document: Document, name: str) -> SegmentConfig:
     path = (name,)
     values = document.take(path, rules.CHAT_SEGMENT, rules.CHAT_NEEDED)
-    if values["search_algo"] == "topk_sampling":
-        document.need(path, values, rules.TOPK_NEEDED)
+    document.need(path, values, rules.SEARCH_NEEDED.get(values["search_algo"], {}))
     relative = values["length_method"] == "relative"
     low, high = ("minlenratio", "maxlenratio") if relative else ("minlen", "maxlen")
     document.need(path, values, dict.fromkeys((low, high), f"length_method {values['length_method']} needs it"))
@@ -343,18 +351,23 @@ def _flat(document: Document) -> DecodingConfig:
         nproc=values["nproc"],
         seed=top.get("seed"),
         cli={name: top[name] for name in rules.FLAT_CLI if name in top},
+        fixed_length=values["fixed_length"],
     )
 
 
 def _search(document: Document, path: tuple[str, ...], values: Mapping[str, Any], topk_key: str) -> dict[str, Any]:
-    """search, temperature and topk of a SegmentConfig from OpusLM's names."""
+    """search, temperature, topk and top_p of a SegmentConfig from OpusLM's names."""
     search = rules.SEARCH_ALGOS[values["search_algo"]]
-    if search != "topk":
+    if search not in ("topk", "topp"):
         return {"search": search, "temperature": 1.0, "topk": 1}
-    if values["sampling_temperature"] == 0:
-        problem = f"is 0, by which ESPnet would divide; write search_algo: greedy_search or {topk_key}: 1"
+    temperature = values["sampling_temperature"]
+    if temperature == 0:
+        greedy = "greedy_search" + (f" or {topk_key}: 1" if search == "topk" else "")
+        problem = f"is 0, by which ESPnet would divide; write search_algo: {greedy}"
         raise document.error((*path, "sampling_temperature"), problem)
-    return {"search": search, "temperature": values["sampling_temperature"], "topk": values[topk_key]}
+    if search == "topp":
+        return {"search": search, "temperature": temperature, "topk": EVERY, "top_p": values["top_p"]}
+    return {"search": search, "temperature": temperature, "topk": values[topk_key]}
 
 
 def _ordered(

@@ -35,6 +35,7 @@ _NAMES = {
     "bagpiper": {"temperature": "temperature", "topk": "topk", "max_step": "max_step", "min_step": "min_step"},
     "opuslm": {"temperature": "sampling_temperature", "topk": "topk", "max_step": "maxlen", "min_step": "minlen"},
 }
+_SAMPLINGS = {"topk": "topk_sampling", "top_p": "topp_sampling"}  # OpusLM
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Decoding:
                 del wanted["sampling_temperature"]
                 wanted["topk"] = 1
             if block in settings or own:
-                result[block] = {**(settings.get(block) or {}), **wanted, **own}
+                result[block] = _over(settings.get(block) or {}, {**wanted, **own})
         if self.enforce_modality is not None:
             if isinstance(self.enforce_modality, str) or not isinstance(self.enforce_modality, Sequence):
                 raise ConfigError(
@@ -99,6 +100,15 @@ class Decoding:
                 )
             result["enforce_modality"] = list(self.enforce_modality)
         return result
+
+
+def _over(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``block`` with ``changes``; of the two kinds of sampling it takes the one that a change is about."""
+    result = {**block, **changes}
+    for name, search in _SAMPLINGS.items():
+        if name in changes and "search_algo" not in changes and result.get("search_algo") in _SAMPLINGS.values():
+            result["search_algo"] = search
+    return result
 
 
 def settings_of(family: str, *choices: Decoding | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

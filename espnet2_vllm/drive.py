@@ -44,9 +44,9 @@ def modality_of_name(name: str) -> str:
 
 
 def sampling_of(config: SegmentConfig) -> Sampling:
-    return (
-        Sampling() if config.greedy or config.search == "teacher_force" else Sampling(config.temperature, config.topk)
-    )
+    if config.greedy or config.search == "teacher_force":
+        return Sampling()
+    return Sampling(config.temperature, config.topk, config.top_p)
 
 
 def drive(
@@ -92,7 +92,7 @@ def _drive_opuslm(
         request = RowRequest(name, np.concatenate([*history, prefill]), rules, seed, reference)
         result = yield request
         requests.append((request, result))
-        segments.append(_opuslm_segment(rules, part, result, reference))
+        segments.append(_opuslm_segment(rules, part, result, reference, config.fixed_length))
         history += [prefill, result.rows if reference is None else reference]
         pending = []
     return Hypothesis(tuple(segments), tuple(requests))
@@ -119,7 +119,10 @@ def _opuslm_rules(
     block = config.segment(modality)
     sampling = sampling_of(block)
     if block.search != "teacher_force":
-        low, high = block.rows_limits(prompt_rows, num_streams=layout.num_streams, context=context)
+        if config.fixed_length:
+            low, high = _fixed_limits(layout, utterance, part, config)
+        else:
+            low, high = block.rows_limits(prompt_rows, num_streams=layout.num_streams, context=context)
         if high < layout.num_streams:
             raise DataError(
                 f"{utterance.key}: at most {high} rows for {prompt_rows} prompt rows, but the drain of {layout.num_streams} "
@@ -135,12 +138,30 @@ def _opuslm_rules(
     return OpusLMRules(layout, modality, sampling, length + 1, length), reference
 
 
-def _opuslm_segment(rules: OpusLMRules, part: Wanted, result: RowResult, reference: np.ndarray | None) -> Segment:
+def _fixed_limits(layout: Layout, utterance: Utterance, part: Wanted, config: DecodingConfig) -> tuple[int, int]:
+    """(min_rows, max_rows) of a segment of exactly ``part.frames`` frames.
+
+    ESPnet's ``minlen`` and ``maxlen`` are the length and S - 1 (``ARDelayLM.inference``, branch speechlm3). Here: the end may
+    come behind the last frame at the earliest, and is forced one row later, where a forced end drops the row before it.
+    """
+    if not part.frames:
+        missing = "nothing says" if part.frames is None else "an entry without frames says"
+        raise DataError(
+            f"{utterance.key}: {missing} how long the segment {part.modality} has to be, which fixed_length in {config.source} "
+            "asks for; leave it out"
+        )
+    return part.frames, part.frames + layout.num_streams
+
+
+def _opuslm_segment(
+    rules: OpusLMRules, part: Wanted, result: RowResult, reference: np.ndarray | None, fixed: bool
+) -> Segment:
     if reference is None:
         state, _ = replay(rules, [tuple(map(int, row)) for row in result.rows])
         finish = state.finish
         own = finish >= 1 and result.rows[finish - 1, 0] == rules.layout.specials["eos"]
-        end = "context" if finish < 0 or result.finish == "length" else "eos" if own else "forced"
+        cut = "fixed" if fixed else "forced"
+        end = "context" if finish < 0 or result.finish == "length" else "eos" if own else cut
         rows = result.rows
     else:
         rows, finish = _teacher_rows(rules.layout, result.rows, reference)

@@ -64,12 +64,14 @@ class Wanted:
         modality: as in ``Given``; empty for Bagpiper, whose answer announces its own segments.
         role: dialogue role, or empty.
         reference: [R, S] the reference behind the header, before the delay (content, end, pads), for teacher forcing.
+        frames: that the segment must have where ``DecodingConfig.fixed_length`` is on; None if nothing says.
     """
 
     header: np.ndarray
     modality: str = ""
     role: str = ""
     reference: np.ndarray | None = None
+    frames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class RowResult:
 
     Attributes:
         rows: [N, S] int32 ids as emitted.
-        logprobs: [N, S] float32, log-probability of each id after mask, top-k and temperature; 0 where the id was forced.
+        logprobs: [N, S] float32, log-probability of each id after mask, top-k, temperature and top-p; 0 where the id was forced.
         forced: [N, S] bool, ids that were imposed.
         finish: ``stop`` (the protocol ended), ``length`` (the context is full) or ``abort``.
         logits: per row (stream 0 [V], streams 1.. [S-1, W]) raw float32 logits, if the engine was asked to keep them. The
@@ -143,7 +145,8 @@ class Segment:
         rows: [n, S] content. OpusLM: frames before the delay, end excluded. Bagpiper: rows as emitted (delayed), stop row
             excluded.
         header: [h, S] rows in front of the content.
-        end: ``given``, ``eos``, ``eot``, ``max_rows``, ``forced`` (OpusLM's forced end), ``teacher``, ``context`` or ``refused``.
+        end: ``given``, ``eos``, ``eot``, ``max_rows``, ``forced`` (OpusLM's forced end), ``fixed`` (the same, where the length was
+            fixed), ``teacher``, ``context`` or ``refused``.
         emitted: [m, S] every row as emitted, stop row and drain included (empty for given parts).
         logprobs, forced: as ``emitted``.
         first: index of ``emitted[0]`` among the rows of the request's result.

@@ -26,7 +26,7 @@ BAD = [
     ("opuslm", CHAT, "codec_ssl.sampling_temperature", [*NOT_A_NUMBER, 0, 0.0]),
     ("opuslm", CHAT, "text_bpe.maxlen", [*NOT_WHOLE, 0]),
     ("opuslm", CHAT, "text_bpe.minlen", [*NOT_WHOLE, 513]),
-    ("opuslm", CHAT, "codec_ssl.search_algo", [None, "beam_search", "topp_sampling", "sampling", 1, [], {}]),
+    ("opuslm", CHAT, "codec_ssl.search_algo", [None, "beam_search", "sampling", 1, [], {}]),
     ("opuslm", CHAT, "codec_ssl.length_method", [None, "fixed", 3]),
     ("opuslm", CHAT, "codec_ssl.tokenizer", [None, "ESPnet", [1], 3]),
     ("opuslm", CHAT, "codec_ssl", [None, [], 3]),
@@ -40,9 +40,10 @@ BAD = [
     ("opuslm", FLAT, "maxlenratio", NOT_A_NUMBER),
     ("opuslm", FLAT, "codec_conf", [None, "x", []]),
     ("opuslm", FLAT, "top_p", [*NOT_A_NUMBER, 1.5]),
-    ("opuslm", FLAT, "fixed_length", [True, "true", 1]),
+    ("opuslm", CHAT, "codec_ssl.top_p", [*NOT_A_NUMBER, 1.5]),
+    ("opuslm", FLAT, "fixed_length", ["true", 1, 0, None]),
     ("opuslm", FLAT, "run_asr", [True]),
-    ("opuslm", FLAT, "search_algo", ["beam_search", "topp_sampling", None]),
+    ("opuslm", FLAT, "search_algo", ["beam_search", None]),
 ]
 
 

@@ -29,7 +29,7 @@ LOAD_FORMATS = ("auto", "dummy")
 
 
 def distribution(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids that may be drawn, best first, and logit / temperature of each.
+    """The ids that may be drawn, best first, and logit / temperature of each, -inf where top-p leaves it out.
 
     Args:
         logits: [..., k] float32, -inf where masked.
@@ -39,7 +39,13 @@ def distribution(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling) ->
         Two tensors [..., n] of the n = min(topk, k) best.
     """
     best, columns = logits.topk(min(sampling.topk, logits.shape[-1]))
-    return ids.expand_as(logits).gather(-1, columns), best / sampling.temperature
+    scores = best / sampling.temperature
+    if sampling.top_p < 1:
+        share = scores.softmax(-1).double().cumsum(-1)
+        left_out = share > torch.tensor(sampling.top_p, dtype=torch.float32)  # as the engine holds it
+        left_out[..., 0] = False
+        scores = scores.masked_fill(left_out, -torch.inf)
+    return ids.expand_as(logits).gather(-1, columns), scores
 
 
 def choose(
@@ -50,7 +56,7 @@ def choose(
     position: int | torch.Tensor,
     stream: int | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One id a draw: mask, top-k, temperature, and the noise of (seed, position, stream).
+    """One id a draw: mask, top-k, temperature, top-p, and the noise of (seed, position, stream).
 
     Args:
         logits: [..., k] float32, -inf where masked.
@@ -59,8 +65,8 @@ def choose(
             is the index of the row in its sequence, prompt included.
 
     Returns:
-        Ids [...] int64 and their log-probabilities after mask, top-k and temperature [...] float32 (0 for an argmax). Of equal
-        logits the argmax takes the first.
+        Ids [...] int64 and their log-probabilities after mask, top-k, temperature and top-p [...] float32 (0 for an argmax). Of
+        equal logits the argmax takes the first.
     """
     seed, position, stream = (torch.as_tensor(value, device=ids.device) for value in (seed, position, stream))
     shape = torch.broadcast_shapes(logits.shape[:-1], seed.shape, position.shape, stream.shape)

@@ -374,11 +374,8 @@ def speech_tables(report: dict[str, Any]) -> str:
     """Markdown of what ``SpeechBench`` measured."""
     lines = [f"## Speech on {report['device']['name']}"]
     for entry in report["speech"]:
-        how = [
-            entry["dtype"],
-            *(["TF32"] if entry["tf32"] else []),
-            *([f"share {own}"] if (own := entry["share"]) != "1" else []),
-        ]
+        how = [entry["dtype"], *(word for key, word in (("tf32", "TF32"), ("tuned", "tuned")) if entry[key])]
+        how += [] if entry["share"] == "1" else [f"share {entry['share']}"]
         how += ["engine in a process of its own"] if entry["engine_process"] else []
         lines += ["", f"### {entry['codec']} beside {entry['model']} ({', '.join(how)})", ""]
         if "error" in entry:
@@ -404,7 +401,7 @@ def _codec_lines(entry: dict[str, Any]) -> list[str]:
     figures, reach = entry["figures"], entry["reach"]
     lines = [
         f"- reach {reach['left']} frames back, {reach['right']} ahead, {reach['features_right']} before the recurrent part; "
-        f"{entry['graphs']} CUDA graphs, {entry['device_bytes'] / 2**30:.2f} GiB of the device"
+        f"{entry['graphs']} CUDA graphs, {entry['device_bytes'] / 2**30:.2f} GiB of the device, started in {entry['start_s']:.0f} s"
     ]
     if "codec" in figures:
         one = figures["codec"]

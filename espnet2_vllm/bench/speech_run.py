@@ -34,6 +34,7 @@ def run_speech(
     dtype: str,
     device: str,
     tf32: Sequence[bool],
+    tune: Sequence[bool],
     shares: Sequence[Share],
     options: Mapping[str, Any],
     report: dict[str, Any],
@@ -44,7 +45,7 @@ def run_speech(
     A codec that cannot be made, or fails, does not keep the others from being measured.
 
     Args:
-        tf32: measured without and with, as listed.
+        tf32, tune: measured without and with, as listed.
         shares: of the device. Those by time are tried on one codec, those by space on one each.
     """
     import torch
@@ -57,15 +58,18 @@ def run_speech(
         checkpoint = geometry.open(scratch)
         started: list[tuple[dict[str, Any], Any, CodecService, SpeechSettings]] = []
         taken = 0
-        for name, rounded, (own, tried) in itertools.product(names, tf32, _kinds(shares)):
-            entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": rounded, "share": str(own)}
+        for name, rounded, tuned, (own, tried) in itertools.product(names, tf32, tune, _kinds(shares)):
+            entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": rounded, "tuned": tuned}
+            entry["share"] = str(own)
             # The device goes from one process to the other as a whole.
             entry["engine_process"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
             entries.append(entry)
             try:
+                begun = time.monotonic()
                 codec = make_codec(name, checkpoint, device)
-                service = CodecService(codec, waiting=1024, tf32=rounded, share=own)
+                service = CodecService(codec, waiting=1024, tf32=rounded, tune=tuned, share=own)
                 taken = max(service.prepare(settings.sizes), taken)
+                entry["start_s"] = time.monotonic() - begun
             except (SpeechLMError, RuntimeError) as error:
                 log.error("%s: %s", name, error, exc_info=True)
                 entry["error"] = str(error)

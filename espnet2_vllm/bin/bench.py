@@ -95,6 +95,15 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         help="Codecs on a GPU multiply in TF32: faster, and less exact; false,true measures both",
     )
     option(
+        "codec_tune",
+        type=list_of(flag),
+        nargs="?",
+        const=[True],
+        default="false",
+        metavar="LIST",
+        help="Try cuDNN's algorithms when a codec starts, and take the fastest; false,true measures both",
+    )
+    option(
         "codec_share",
         type=list_of(codec_share),
         default="1",
@@ -218,6 +227,7 @@ def _run_speech(args: argparse.Namespace, argv: Sequence[str]) -> int:
         dtype=args.dtype,
         device=choose_device(args.device, gpu=True),
         tf32=args.codec_tf32,
+        tune=args.codec_tune,
         shares=args.codec_share,
         options={**sized, **engine_options(args)},
         report=report,

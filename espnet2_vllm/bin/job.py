@@ -295,6 +295,15 @@ def drawn_seed(seed: int | str, resume: bool, directories: Iterable[Path]) -> in
     return int(earlier)
 
 
+def _without_defaults(decoding: dict[str, Any]) -> None:
+    """Takes out what changes nothing, so that a run takes over what was written before there was such a setting."""
+    if not decoding["fixed_length"]:
+        del decoding["fixed_length"]
+    for block in (decoding["text"], decoding["audio"]):
+        if block is not None and block["top_p"] == 1:
+            del block["top_p"]
+
+
 RESULT_OPTIONS = ("max_rows", "max_model_len", "load_format", "quantization", "kv_cache_dtype", "hf_overrides")
 
 
@@ -313,6 +322,7 @@ def journal_settings(
     decoding = asdict(config)
     for name in ("source", "cli", "nproc", "seed", "nbest"):  # where they come from, or how files are laid out
         del decoding[name]
+    _without_defaults(decoding)
     return {
         "version": __version__,
         "backend": backend,

@@ -123,7 +123,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
         nargs="?",
         const=True,
         default=False,
-        help="Write the log-probability of every generated id of every stream, after mask, guidance, top-k and temperature: "
+        help="Write the log-probability of every generated id of every stream, after mask, guidance, top-k, temperature and top-p: "
         ".scores/<key>.npz in the output directory (in each rank's folder), read with numpy.load. Arrays of N rows and S streams: "
         "ids [N,S] as emitted (delayed), logprobs [N,S] (natural logarithm), forced [N,S] (True: imposed, no choice; its "
         "log-probability is 0), segment [N], hypothesis [N]",

@@ -114,15 +114,16 @@ def get_parser() -> argparse.ArgumentParser:
 def _add_search_options(group: Any) -> None:
     add(group, "maxlenratio", type=float, default=10.0, help="Maximum length ratio in decoding; 0: the whole context")
     add(group, "minlenratio", type=float, default=0.0, help="Minimum length ratio in decoding")
-    search_help = "The search algorithm; topp_sampling and beam_search are refused"
+    search_help = "The search algorithm; beam_search is refused, as ESPnet has it for one stream only"
     add(group, "search_algo", default="topk_sampling", choices=_SEARCHES, help=search_help)
     add(group, "nbest", type=at_least(1), default=1, help="The number of hypotheses to return")
     add(group, "sampling_temperature", type=float, default=1.0, help="The temperature of softmax during sampling")
     add(group, "top_k", type=int, default=30, help="Sample from so many ids with the highest probabilities")
-    add(group, "top_p", type=float, default=0.8, help="Accepted; only for topp_sampling")
-    add(group, "beam_size", type=int, default=1, help="Accepted; only for beam_search")
+    add(group, "top_p", type=float, default=0.8, help="topp_sampling: sample from the best ids of so much probability")
+    add(group, "beam_size", type=int, default=1, help="Accepted; beam_search is refused")
     add(group, "inference_nq", type=at_least(1), help="Streams to decode; only all of them")
-    add(group, "fixed_length", type=flag, default=False, help="Only false: the length of the answer is not imposed")
+    length_help = "As many frames as the task's fixed_length_key has (mix.scp of codec_ssl_se and codec_ssl_tse)"
+    add(group, "fixed_length", type=flag, default=False, help=length_help)
     add(group, "codec_conf", action=_Nested, metavar="KEY=VALUE", help="Keyword arguments of ESPnet's CodecTokenizer")
     for name in _OFF:
         add(group, name, type=_plain, help="Only off")

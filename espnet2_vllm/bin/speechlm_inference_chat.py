@@ -103,7 +103,10 @@ def open_and_decode(
 ) -> int:
     """Opens the checkpoint, checks it against the settings, and decodes ``data``; ``writer``: of ``decode_set``."""
     from ..checkpoint import ensure_converted
+    from ..prompt.tasks import check_fixed_length
 
+    if config.fixed_length:
+        check_fixed_length(data.task, config.source)
     options = engine_options(args)
     checkpoint = ensure_converted(args.train_config, args.model_file, vocab_order=args.vocab_order, family="opuslm")
     config.check_streams(checkpoint.layout.num_streams)

@@ -68,7 +68,7 @@ class CodecService(Background):
         silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
         waiting: clips that may wait or be at work; ``submit`` of one more waits.
         ahead: chunks of a growing clip that may wait for its reader before no more of it is decoded.
-        max_frames, tf32: as ``WindowDecoder``'s.
+        max_frames, tf32, tune: as ``WindowDecoder``'s.
         share: of the device, while an engine is at work (``beside``) and no more than half of ``waiting`` clips are under way, for
             soon it would wait for the codec. Growing clips do not rest while little is left to be heard of them.
 
@@ -87,6 +87,7 @@ class CodecService(Background):
         max_frames: int = 2048,
         tf32: bool = False,
         share: Share | None = None,
+        tune: bool = False,
     ) -> None:
         super().__init__("codec")
         self.codec, self.silent_frames, self.ahead = codec, silent_frames, ahead
@@ -95,7 +96,9 @@ class CodecService(Background):
         self.reach = measure_reach(codec) if isinstance(codec, TorchCodec) else Reach(None, None)
         self.decoder = None
         if self.reach.finite:
-            self.decoder = WindowDecoder(codec, self.reach, max_frames=max_frames, tf32=tf32, share=self.share)
+            self.decoder = WindowDecoder(
+                codec, self.reach, max_frames=max_frames, tf32=tf32, share=self.share, tune=tune
+            )
         self.usage = Usage()
         self._room, self._waiting, self._under_way = threading.BoundedSemaphore(waiting), waiting, 0
         self._clips: deque[_Clip] = deque()

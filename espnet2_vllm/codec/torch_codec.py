@@ -44,7 +44,10 @@ class TorchCodec(ABC):
         """Codes [T, C] as int64 tensors on the device. DataError for any that are not the codec's."""
         for clip in clips:
             self._check_codes(clip)
-        return [torch.from_numpy(np.array(clip, dtype=np.int64)).to(self.device) for clip in clips]
+        if not clips:
+            return []
+        together = torch.from_numpy(np.concatenate(clips).astype(np.int64)).to(self.device)
+        return list(together.split([len(clip) for clip in clips]))
 
     def growing_features(self) -> "GrowingFeatures":
         """Features of one clip as its codes arrive."""
@@ -131,11 +134,15 @@ class TorchCodec(ABC):
             )
 
 
-def convolutions(device: torch.device, *, tf32: bool = False) -> AbstractContextManager[None]:
-    """Their precision inside: float32, which torch would round to ten bits of mantissa on a GPU if it were not told."""
+def convolutions(device: torch.device, *, tf32: bool = False, tune: bool = False) -> AbstractContextManager[None]:
+    """Their precision inside: float32, which torch would round to ten bits of mantissa on a GPU if it were not told.
+
+    Args:
+        tune: choose algorithms by trying them.
+    """
     if device.type != "cuda":
         return nullcontext()
-    return torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32, fp32_precision=None)
+    return torch.backends.cudnn.flags(enabled=True, benchmark=tune, allow_tf32=tf32, fp32_precision=None)
 
 
 class GrowingFeatures:

@@ -97,13 +97,21 @@ class WindowDecoder:
         tf32: let a GPU round the inputs of convolutions to ten bits of mantissa: faster, but pieces then differ from the whole
             by more than float32 does.
         share: where it is one by space, everything runs on so many multiprocessors.
+        tune: try cuDNN's algorithms on the batches that are captured, and take the fastest, instead of what it guesses.
     """
 
     def __init__(
-        self, codec: TorchCodec, reach: Reach, *, max_frames: int = 2048, tf32: bool = False, share: Share | None = None
+        self,
+        codec: TorchCodec,
+        reach: Reach,
+        *,
+        max_frames: int = 2048,
+        tf32: bool = False,
+        share: Share | None = None,
+        tune: bool = False,
     ) -> None:
         assert reach.finite, reach
-        self.codec, self.reach, self.tf32 = codec, reach, tf32
+        self.codec, self.reach, self.tf32, self.tune = codec, reach, tf32, tune
         shortest = reach.left + reach.right + _SHORTEST
         self.lengths = [shortest << i for i in range(_LENGTHS)]
         self.max_frames = max(max_frames, self.lengths[-1])
@@ -113,8 +121,8 @@ class WindowDecoder:
         self._host = torch.empty(self.max_frames * codec.hop, pin_memory=True) if self._cuda else None
         self._resting = threading.local()  # encoding goes through the same modules, in other threads
         layers = [module for module in codec.modules() if isinstance(module, _LAYERS)]
-        behind = weakref.WeakMethod(self._behind_layer)  # a codec does not keep its decoders
-        hooks = [layer.register_forward_hook(lambda *_: behind()()) for layer in layers]
+        # Weak: a codec does not keep its decoders.
+        hooks = [layer.register_forward_hook(_weak(self._behind_layer)) for layer in layers]
         weakref.finalize(self, _remove, hooks)
 
     @property
@@ -207,8 +215,7 @@ class WindowDecoder:
                     sounds = self.codec.synthesize(torch.stack(list(windows)))
             else:
                 captured, inputs, outputs = graph
-                for row, window in zip(inputs, windows, strict=False):
-                    row.copy_(window)
+                torch.stack(list(windows), out=inputs[: len(windows)])
                 captured.replay()
                 sounds = outputs[: len(windows)]
             expected = (len(windows), length * self.codec.hop)
@@ -275,7 +282,7 @@ class WindowDecoder:
     def _capture(
         self, count: int, sample: torch.Tensor, pool: tuple[int, int]
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
-        with self.context():
+        with self.context(), convolutions(self.codec.device, tf32=self.tf32, tune=self.tune):
             inputs = sample.expand(count, *sample.shape).contiguous()
             for _ in range(_WARM_UP):
                 self.codec.synthesize(inputs)
@@ -285,6 +292,17 @@ class WindowDecoder:
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 outputs = self.codec.synthesize(inputs)
         return graph, inputs, outputs
+
+
+def _weak(method: Callable[[], None]) -> Callable[..., None]:
+    """A hook that calls ``method`` while its object is there."""
+    found = weakref.WeakMethod(method)
+
+    def hook(*_: object) -> None:
+        if (behind := found()) is not None:
+            behind()
+
+    return hook
 
 
 def _remove(hooks: Sequence[Any]) -> None:

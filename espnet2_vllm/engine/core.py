@@ -12,7 +12,7 @@ from torch.nn.functional import embedding_bag
 
 from ..errors import EngineError
 from ..layout import Layout
-from ..protocol import AUDIO, BagpiperRules, OpusLMRules
+from ..protocol import AUDIO, BagpiperRules, OpusLMRules, Sampling
 from . import channel
 from .continuous import ContinuousRows
 from .heads import AuxiliaryHeads, primary_masks
@@ -99,6 +99,7 @@ class SpeechCore:
         self.pairs = Pairs(num_slots, device)
         self.continuous = ContinuousRows(weights.embedding.shape[1], weights.embedding.dtype, device)
         self._topk: dict[int, int] = {}
+        self._cut: set[int] = set()  # slots of requests with a top-p below 1
         self._pending: list[tuple[int, int, np.ndarray]] = []
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -122,7 +123,10 @@ class SpeechCore:
             if resume is not None and resume["state"] is not None:
                 state = type(state)(*resume["state"])
             self.phases.add(slot, rules, state, int(args["seed"]))
-            self._topk[slot] = max_topk(rules)
+            wanted = samplings(rules)
+            self._topk[slot] = max((sampling.topk for sampling in wanted), default=1)
+            if any(sampling.top_p < 1 for sampling in wanted):
+                self._cut.add(slot)
         else:
             self.pairs.add(name, slot, main)
             self.phases.add_companion(slot)
@@ -140,9 +144,15 @@ class SpeechCore:
         """No request's topk is larger."""
         return max(self._topk.values(), default=1)
 
+    @property
+    def cut(self) -> bool:
+        """Whether a request may have a row with a top-p below 1."""
+        return bool(self._cut)
+
     def remove(self, name: str, slot: int) -> None:
         self.pairs.remove(name)
         self._topk.pop(slot, None)
+        self._cut.discard(slot)
         self.continuous.remove(slot)
 
     def flush(self) -> None:
@@ -203,6 +213,8 @@ class SpeechCore:
             logits, auxiliary = (merge(x, partners, constraints.guidance) for x in (logits.float(), auxiliary))
         primary = self.primary_logits(logits, constraints)
         top = self.top
+        if not self.cut:
+            constraints = constraints._replace(top_p=None)
         seeds = self.phases.seeds(slots)
         first, first_logprob = choose(
             primary,
@@ -213,6 +225,7 @@ class SpeechCore:
             seeds,
             positions,
             torch.zeros_like(seeds),
+            constraints.top_p,
         )
         rest, rest_logprob = self._choose_auxiliary(auxiliary, constraints, top, seeds, positions)
         chosen = self.agree(torch.cat([first.unsqueeze(1), rest], 1))
@@ -238,6 +251,7 @@ class SpeechCore:
             repeat(seeds),
             repeat(positions),
             self.auxiliary_streams.repeat(batch),
+            None if constraints.top_p is None else repeat(constraints.top_p),
         )
         ids = self.heads.ids.unsqueeze(0).expand(batch, -1, -1).gather(-1, column.view(batch, streams, 1)).squeeze(-1)
         return ids, logprob.view(batch, streams)
@@ -290,7 +304,8 @@ def is_guided(rules: BagpiperRules | OpusLMRules) -> bool:
     return any(block is not None and block.guidance > 1 for block in blocks)
 
 
-def max_topk(rules: BagpiperRules | OpusLMRules) -> int:
+def samplings(rules: BagpiperRules | OpusLMRules) -> list[Sampling]:
+    """How the request's rows may be chosen."""
     if isinstance(rules, OpusLMRules):
-        return rules.sampling.topk
-    return max((block.sampling.topk for block in (rules.text, rules.audio) if block is not None), default=1)
+        return [rules.sampling]
+    return [block.sampling for block in (rules.text, rules.audio) if block is not None]

@@ -16,13 +16,14 @@ from ..protocol.bagpiper import MAX_ENFORCED
 
 
 class Constraints(NamedTuple):
-    """Per row: phase [B], whether end tokens are open [B], topk [B], temperature [B], guidance scale [B]."""
+    """Per row: phase [B], whether end tokens are open [B], topk [B], temperature [B], guidance scale [B], top-p [B]."""
 
     phase: torch.Tensor
     end_open: torch.Tensor
     topk: torch.Tensor
     temperature: torch.Tensor
     guidance: torch.Tensor
+    top_p: torch.Tensor
 
 
 class Advanced(NamedTuple):
@@ -68,7 +69,7 @@ class BagpiperPhases:
 
     Integers per slot: phase, rows of the segment, segments so far, enforced segments, seed, then for text and audio each
     (min_rows, max_rows, topk, last, known), then the enforced phases (0: the model chooses). Floats: temperature and guidance of
-    text and audio.
+    text and audio, then the top-p of both.
     """
 
     PHASE, STEP, SEGMENTS, ENFORCED, SEED, TEXT_RULES = range(6)
@@ -79,7 +80,7 @@ class BagpiperPhases:
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
         self.layout = layout
         self.first_enforced = self.TEXT_RULES + 2 * self.RULES
-        self.table = SlotTable(num_slots, self.first_enforced + self.MAX_ENFORCED, 4, device)
+        self.table = SlotTable(num_slots, self.first_enforced + self.MAX_ENFORCED, 6, device)
 
     def add(self, slot: int, rules: BagpiperRules, state: BagpiperState, seed: int) -> None:
         assert len(rules.enforce) <= self.MAX_ENFORCED, (
@@ -94,6 +95,7 @@ class BagpiperPhases:
             else:
                 ints += [block.min_rows, block.max_rows, block.sampling.topk, int(block.last), 1]
                 floats += [block.sampling.temperature, max(block.guidance, 1.0)]
+        floats += [1.0 if block is None else block.sampling.top_p for block in (rules.text, rules.audio)]
         enforced = [{"text": TEXT, "audio": AUDIO}.get(rules.enforced(i) or "", 0) for i in range(len(rules.enforce))]
         self.table.stage(slot, ints + enforced + [0] * (self.MAX_ENFORCED - len(enforced)), floats)
 
@@ -101,7 +103,7 @@ class BagpiperPhases:
         """A companion chooses nothing, so its slot is done from the start."""
         ints = [0] * self.table.ints.shape[1]
         ints[self.PHASE] = DONE
-        self.table.stage(slot, ints, [1.0] * 4)
+        self.table.stage(slot, ints, [1.0] * self.table.floats.shape[1])
 
     def seeds(self, slots: torch.Tensor) -> torch.Tensor:
         return self.table.ints[slots, self.SEED]
@@ -119,9 +121,9 @@ class BagpiperPhases:
         topk = torch.where(content, self._rule(ints, audio, self.TOPK), 1)
         temperature = torch.where(audio, floats[:, 2], floats[:, 0])
         guidance = torch.where(audio, floats[:, 3], floats[:, 1])
-        return Constraints(
-            phase, end_open, topk, torch.where(content, temperature, 1.0), torch.where(content, guidance, 1.0)
-        )
+        top_p = torch.where(audio, floats[:, 5], floats[:, 4])
+        temperature, guidance, top_p = (torch.where(content, x, 1.0) for x in (temperature, guidance, top_p))
+        return Constraints(phase, end_open, topk, temperature, guidance, top_p)
 
     def advance(self, slots: torch.Tensor, chosen: torch.Tensor, emit: torch.Tensor) -> Advanced:
         """``chosen`` [B, S] ids; only rows with ``emit`` [B] change their slot's state."""
@@ -164,14 +166,14 @@ class OpusLMPhases:
     """Slot state of the OpusLM family.
 
     Integers per slot: rows so far, finish index (-1 unset), whether the row before ended, audio or not, min_rows, max_rows,
-    topk, seed. Float: temperature.
+    topk, seed. Floats: temperature, top-p.
     """
 
     STEP, FINISH, ENDED, IS_AUDIO, MIN, MAX, TOPK, SEED = range(8)
 
     def __init__(self, layout: Layout, num_slots: int, device: torch.device) -> None:
         self.layout = layout
-        self.table = SlotTable(num_slots, 8, 1, device)
+        self.table = SlotTable(num_slots, 8, 2, device)
         self.streams = torch.arange(layout.num_streams, device=device)
 
     def add(self, slot: int, rules: OpusLMRules, state: OpusLMState, seed: int) -> None:
@@ -186,7 +188,7 @@ class OpusLMPhases:
             rules.sampling.topk,
             seed,
         ]
-        self.table.stage(slot, ints, [rules.sampling.temperature])
+        self.table.stage(slot, ints, [rules.sampling.temperature, rules.sampling.top_p])
 
     def seeds(self, slots: torch.Tensor) -> torch.Tensor:
         return self.table.ints[slots, self.SEED]
@@ -195,8 +197,8 @@ class OpusLMPhases:
         ints = self.table.ints[slots]
         phase = torch.where(ints[:, self.IS_AUDIO] > 0, AUDIO, TEXT)
         end_open = ints[:, self.STEP] >= ints[:, self.MIN]
-        temperature = self.table.floats[slots, 0]
-        return Constraints(phase, end_open, ints[:, self.TOPK], temperature, torch.ones_like(temperature))
+        temperature, top_p = self.table.floats[slots].unbind(1)
+        return Constraints(phase, end_open, ints[:, self.TOPK], temperature, torch.ones_like(temperature), top_p)
 
     def advance(self, slots: torch.Tensor, chosen: torch.Tensor, emit: torch.Tensor) -> Advanced:
         """``chosen`` [B, S] ids; only rows with ``emit`` [B] change their slot's state."""

@@ -100,7 +100,8 @@ class SpeechModelState(DefaultModelState):
 
     def fused_serves(self) -> bool:
         """Whether this step's rows are sampled by the kernels; the plain path needs the whole vocabulary's logits."""
-        return self.fused is not None and self.core.top <= self.fused.max_topk and not TAP.active
+        core = self.core
+        return self.fused is not None and core.top <= self.fused.max_topk and not core.cut and not TAP.active
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -27,7 +27,7 @@ def scores_of(layout: Layout, hypotheses: Sequence[Hypothesis]) -> Scores:
             announces a segment counts as that segment's.
         ids: [N, S] int32, as emitted: delayed, with the end row and the drain.
         logprobs: [N, S] float32, natural logarithm of the probability with which each id was drawn, after mask, guidance,
-            top-k and temperature; 0 where it was forced, and where it was the argmax (top-k 1).
+            top-k, temperature and top-p; 0 where it was forced, and where it was the argmax (top-k 1).
         forced: [N, S] bool, ids that the protocol imposed: they are no choice of the model and count for nothing.
     """
     parts = [

@@ -284,10 +284,21 @@ def opuslm_utterance(
             f"nothing is left to generate in {len(rows)} rows of task {task.name}: either no turn is the assistant's, or "
             "the conditions alone fill the n_ctx of the checkpoint's config.yaml; shorten them"
         )
-    return Utterance(key, tuple(_part(layout, rows, task, bound) for bound in bounds), facts)
+    frames = _imposed_frames(layout, rows, task, bounds)
+    return Utterance(key, tuple(_part(layout, rows, task, bound, frames) for bound in bounds), facts)
 
 
-def _part(layout: Layout, rows: np.ndarray, task: Task, bound: Bounds) -> Given | Wanted:
+def _imposed_frames(layout: Layout, rows: np.ndarray, task: Task, bounds: Sequence[Bounds]) -> int | None:
+    """Frames of the entry that the task's ``fixed_length_key`` names, without the pad rows behind it."""
+    names = [entry.name for entry in task.entries]
+    if task.fixed_length_key not in names:
+        return None
+    bound = bounds[names.index(task.fixed_length_key)]
+    taken = np.flatnonzero((rows[bound.mark + 1 : bound.stop] != layout.pad).any(1))
+    return int(taken[-1]) + 1 if len(taken) else 0
+
+
+def _part(layout: Layout, rows: np.ndarray, task: Task, bound: Bounds, frames: int | None) -> Given | Wanted:
     modality = layout.modality_of(int(rows[bound.mark, 0]))
     role = ""
     if task.chat:
@@ -297,7 +308,7 @@ def _part(layout: Layout, rows: np.ndarray, task: Task, bound: Bounds) -> Given 
     if bound.given:
         is_target = bool((content[:, 0] == layout.specials["eos"]).any())
         return Given(rows[bound.start : bound.stop], modality, role, is_target)
-    return Wanted(rows[bound.start : bound.mark + 1], modality, role, content if len(content) else None)
+    return Wanted(rows[bound.start : bound.mark + 1], modality, role, content if len(content) else None, frames)
 
 
 def _continuation(layout: Layout, rows: np.ndarray, task: Task, prompt_frames: int) -> Wanted:

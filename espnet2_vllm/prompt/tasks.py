@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 
 # Modalities whose content is text, and whose content is rows of codes; the others cannot be decoded here.
 TEXT_MODALITIES = ("text_bpe",)
@@ -34,11 +34,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Task:
-    """Conditions are given, targets are generated."""
+    """Conditions are given, targets are generated.
+
+    Attributes:
+        fixed_length_key: name of the condition that has as many frames as the answer where ``fixed_length`` is on; empty if the
+            task has none.
+    """
 
     name: str
     conditions: tuple[Entry, ...]
     targets: tuple[Entry, ...]
+    fixed_length_key: str = ""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -102,7 +108,18 @@ _TASKS = {
     "text_to_image": ((_TEXT,), (_IMAGE,)),
 }
 
-TASKS = {name: Task(name, conditions, targets) for name, (conditions, targets) in _TASKS.items()}
+_FIXED_LENGTH = {"codec_ssl_se": "mix.scp", "codec_ssl_tse": "mix.scp"}
+
+TASKS = {name: Task(name, *entries, _FIXED_LENGTH.get(name, "")) for name, entries in _TASKS.items()}
+
+
+def check_fixed_length(task: Task, source: str) -> None:
+    """Raise ConfigError if nothing says how long an answer of ``task`` has to be; ``source`` sets ``fixed_length``."""
+    if not task.fixed_length_key:
+        raise ConfigError(
+            f"{source}: fixed_length: task {task.name} has no fixed_length_key, so nothing says how long an answer has to be; "
+            f"set it for {' and '.join(_FIXED_LENGTH)} only"
+        )
 
 
 def find_task(name: str, source: str) -> Task:

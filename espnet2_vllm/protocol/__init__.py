@@ -6,12 +6,13 @@ request that comes back after preemption is put where it was by replaying them.
 
 from .bagpiper import BagpiperRules, BagpiperState, ModalityRules
 from .opuslm import OpusLMRules, OpusLMState
-from .rules import AUDIO, BRIDGE, DONE, MODALITY, PHASES, TEXT, Advance, Constraint, Rules, Sampling, replay
+from .rules import AUDIO, BRIDGE, DONE, EVERY, MODALITY, PHASES, TEXT, Advance, Constraint, Rules, Sampling, replay
 
 __all__ = [
     "AUDIO",
     "BRIDGE",
     "DONE",
+    "EVERY",
     "MODALITY",
     "PHASES",
     "TEXT",

@@ -144,6 +144,7 @@ def _modality_to_dict(rules: ModalityRules | None) -> dict[str, Any] | None:
     return {
         "temperature": rules.sampling.temperature,
         "topk": rules.sampling.topk,
+        "top_p": rules.sampling.top_p,
         "min_rows": rules.min_rows,
         "max_rows": rules.max_rows,
         "guidance": rules.guidance,
@@ -154,5 +155,5 @@ def _modality_to_dict(rules: ModalityRules | None) -> dict[str, Any] | None:
 def _modality_from_dict(data: Mapping[str, Any] | None) -> ModalityRules | None:
     if data is None:
         return None
-    sampling = Sampling(data["temperature"], data["topk"])
+    sampling = Sampling(data["temperature"], data["topk"], data["top_p"])
     return ModalityRules(sampling, data["min_rows"], data["max_rows"], data["guidance"], data["last"])

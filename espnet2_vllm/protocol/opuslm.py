@@ -81,11 +81,12 @@ class OpusLMRules:
             "modality": self.modality,
             "temperature": self.sampling.temperature,
             "topk": self.sampling.topk,
+            "top_p": self.sampling.top_p,
             "min_rows": self.min_rows,
             "max_rows": self.max_rows,
         }
 
     @classmethod
     def from_dict(cls, layout: Layout, data: Mapping[str, Any]) -> OpusLMRules:
-        sampling = Sampling(data["temperature"], data["topk"])
+        sampling = Sampling(data["temperature"], data["topk"], data["top_p"])
         return cls(layout, data["modality"], sampling, data["min_rows"], data["max_rows"])

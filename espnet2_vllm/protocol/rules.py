@@ -12,20 +12,26 @@ from ..layout import Layout, Span
 MODALITY, TEXT, AUDIO, BRIDGE, DONE = range(5)
 PHASES = ("modality", "text", "audio", "bridge", "done")
 
+EVERY = 2**31 - 1  # a top-k that leaves no id out
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one id is chosen among the allowed ones: the ``topk`` best, divided by ``temperature``, one draw.
+    """How one id is chosen among the allowed ones: the ``topk`` best, divided by ``temperature``, cut by ``top_p``, one draw.
 
-    ``topk`` 1 is the argmax, whatever the temperature.
+    ``topk`` 1 is the argmax, whatever the temperature. A ``top_p`` below 1 keeps, best first, the ids whose probabilities add
+    up to at most ``top_p``, and the best one always (ESPnet ``logits_to_tokens``, ``topp_sampling``): the id that would go
+    beyond it is left out.
     """
 
     temperature: float = 1.0
     topk: int = 1
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.temperature > 0, f"temperature {self.temperature}: greedy is written topk 1"
-        assert self.topk >= 1, f"topk {self.topk}"
+        assert 1 <= self.topk <= EVERY, f"topk {self.topk}"
+        assert 0 <= self.top_p <= 1, f"top_p {self.top_p}"
 
     @property
     def greedy(self) -> bool:

@@ -55,6 +55,7 @@ def test_tensor_protocol_equals_step_functions(seed):
             assert int(tensor.topk[row]) == expected.sampling.topk
             assert float(tensor.temperature[row]) == pytest.approx(expected.sampling.temperature)
             assert float(tensor.guidance[row]) == expected.guidance
+            assert float(tensor.top_p[row]) == pytest.approx(expected.sampling.top_p)
             assert int(phases.seeds(index)[row]) == key
             allowed = masks[tensor.phase[row]].clone()
             allowed[list(layout.end_tokens)] |= bool(tensor.end_open[row])

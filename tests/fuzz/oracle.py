@@ -29,12 +29,26 @@ def _gap(values: np.ndarray, ids: np.ndarray, how: Sampling, margin: float, nois
     if how.greedy:
         return float(values[0] - values[1]) if len(values) > 1 else np.inf
     count = min(how.topk, len(values))
+    share = _shares(values[:count], how)
+    if how.top_p < 1:
+        count = max(int((share <= how.top_p).sum()), 1)
     near = values >= values[count - 1] - margin  # whoever might be among the best elsewhere
+    near[: len(share)] |= share <= how.top_p + margin
     scores = values[near] / how.temperature + noise(ids[near])
     winner = int(scores[:count].argmax())
     others = np.delete(scores, winner)
     gap = float(scores[winner] - others.max()) if len(others) else np.inf
+    if how.top_p < 1 and winner:  # it might be left out elsewhere
+        gap = min(gap, float(how.top_p - share[winner]))
     return gap if count == len(values) else min(gap, float(values[winner] - values[count]))
+
+
+def _shares(values: np.ndarray, how: Sampling) -> np.ndarray:
+    """Probability of each of the best and of all before it; nothing where no top-p asks for it."""
+    if how.top_p == 1:
+        return np.zeros(0)
+    weights = np.exp((values.astype(np.float64) - values[0]) / how.temperature)
+    return (weights / weights.sum()).cumsum()
 
 
 def _merged(logits: tuple, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -222,7 +222,7 @@ def left_in_worker(worker) -> dict[str, object]:
     pairs = core.pairs
     own |= {"mates": pairs._slots, "mains of slots": pairs._mains, "companions of slots": pairs._companions}
     own |= {"sound": core.continuous._slots}
-    own |= {"topk": core._topk, "seats": set(range(seats)) - set(free)}
+    own |= {"topk": core._topk, "cut": core._cut, "seats": set(range(seats)) - set(free)}
     return {name: str(value) if value else None for name, value in own.items()}
 
 

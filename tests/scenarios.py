@@ -13,7 +13,7 @@ from fuzz.served import Served
 from stage import BLOCK, CONTEXT, Stage
 
 from espnet2_vllm.plan import RowRequest
-from espnet2_vllm.protocol import BagpiperRules, ModalityRules, Sampling
+from espnet2_vllm.protocol import EVERY, BagpiperRules, ModalityRules, OpusLMRules, Sampling
 
 
 def together(stage: Stage, served: Served) -> None:
@@ -221,6 +221,37 @@ def seeds(stage: Stage, served: Served) -> None:
     stage.check(served.run(one))
     copies = [replaced(one, f"seed 1/{i}") for i in range(5)]
     stage.check(served.run(*stage.requests[:5], *copies, two))
+    served.assert_empty()
+
+
+def _cut(stage: Stage, name: str, sampling: Sampling, modality: str, guidance: float) -> RowRequest:
+    made = stage.fixed(modality, 12, 6)
+    if isinstance(made, OpusLMRules):
+        made = replace(made, sampling=sampling)
+    else:
+        block = replace(getattr(made, modality), sampling=sampling, guidance=guidance)
+        made = BagpiperRules(stage.layout, (modality, "text"), block, block)
+    return stage.add(name, draws.prompt(stage.layout, stage.rng, 15, modality), made)
+
+
+def top_p_beside_top_k(stage: Stage, served: Served, others: int = 10) -> None:
+    """Rows cut by top-p, with a top-k and without, guided or not, in one step with rows of top-k alone."""
+    samplings = [Sampling(1.0, EVERY, 0.8), Sampling(0.7, EVERY, 0.3), Sampling(1.3, 20, 0.9), Sampling(1.0, EVERY)]
+    made = []
+    for sampling in [*samplings, Sampling(1.0, EVERY, 0.0)]:
+        for modality, guidance in (("audio", 1.0), ("text", 1.5)):
+            made.append(_cut(stage, f"cut {len(made)}", sampling, modality, guidance))
+    rng = random.Random(stage.seed)
+
+    def preempt():
+        if rng.random() < 0.03:
+            served.preempt_all()
+
+    mixed = [*made, *stage.requests[:others]]
+    rng.shuffle(mixed)
+    stage.check(served.run(*mixed, before_step=preempt))
+    with_topk = made[2 * samplings.index(Sampling(1.3, 20, 0.9))]
+    stage.check(served.run(replaced(with_topk, f"{with_topk.request_id}/alone")))
     served.assert_empty()
 
 

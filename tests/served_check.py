@@ -29,6 +29,7 @@ SETTINGS = {
     "async": {"asynchronous": True, "max_num_batched_tokens": 13},
     "roomy": {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 200},
     "ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32},
+    "fused": {"max_num_batched_tokens": 64, "fused": True},
     "fused ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 32, "fused": True},
 }
 
@@ -84,7 +85,13 @@ def main(directory: str, *settings: str) -> None:
     if stage.layout.family == "opuslm":
         forced = stage.forced(4)
         pressed[:0] = [(scenarios.teacher_forcing, forced), (scenarios.teacher_forcing_preempted, forced)]
-    scenarios_of = {"roomy": cached, "ranks": pressed[1:2], "fused ranks": [(scenarios.alone, 3)]}
+    cached.append((scenarios.top_p_beside_top_k, 3))
+    scenarios_of = {
+        "roomy": cached,
+        "ranks": pressed[1:2],
+        "fused": [(scenarios.top_p_beside_top_k, 2)],
+        "fused ranks": [(scenarios.alone, 3)],
+    }
     for setting in settings:
         for scenario, *args in scenarios_of.get(setting, pressed):
             served = stage.engine(setting)

@@ -138,6 +138,12 @@ def test_a_seed_gives_the_same_rows_anywhere_and_another_seed_others(stages, fam
     scenarios.seeds(stages[family], stages[family].engine(setting))
 
 
+@pytest.mark.parametrize("setting", ["sync", "async"])
+@FAMILIES
+def test_top_p_beside_top_k(stages, family, setting):
+    scenarios.top_p_beside_top_k(stages[family], stages[family].engine(setting))
+
+
 # -- ends --------------------------------------------------------------------------------------------------------------
 @TIGHT
 @FAMILIES

@@ -22,11 +22,11 @@ def model(family: str, name: str) -> pathlib.Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "settings"),
-    [("bagpiper", "qwen3-s8-cb64", ("async", "roomy")), ("opuslm", "tiny-llama", ("sync", "roomy"))],
+    [("bagpiper", "qwen3-s8-cb64", ("async", "roomy")), ("opuslm", "tiny-llama", ("sync", "roomy", "fused"))],
     ids=["bagpiper", "opuslm"],
 )
 def test_v2_runner_equals_the_pytorch_backend(tmp_path, family, name, settings):
-    """Under preemption at every row, lack of blocks, aborts, chunked prompts, prefix hits and teacher forcing."""
+    """Under preemption at every row, lack of blocks, aborts, chunked prompts, prefix hits, teacher forcing, beside top-p."""
     command = [sys.executable, str(CHECK), str(model(family, name)), *settings]
     done = subprocess.run(command, env=interpreted(tmp_path), capture_output=True, text=True, timeout=1200)
     report = done.stdout[-3000:] + done.stderr[-4000:]

@@ -17,6 +17,7 @@ import yaml
 
 from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.locate import locate_directory, locate_file
+from espnet2_vllm.codec.modules import for_inference
 from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder, push_together
 from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
 from espnet2_vllm.errors import CheckpointError, ConfigError
@@ -41,7 +42,7 @@ class EspnetCodec(TorchCodec):
             codebook_size=sizes.pop(),
             device=device,
         )
-        self._model = model.to(self.device)
+        self._model = for_inference(model, self.device)
         self._parts = SplitDecoder.of(self._model)
 
     def features(self, clips: Sequence[np.ndarray]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from transformers import XcodecConfig, XcodecModel
 
 from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.locate import locate_directory
+from espnet2_vllm.codec.modules import for_inference
 from espnet2_vllm.codec.torch_codec import TorchCodec
 from espnet2_vllm.errors import CheckpointError
 
@@ -35,7 +36,7 @@ class Xcodec(TorchCodec):
             codebook_size=config.codebook_size,
             device=device,
         )
-        self._model = model.to(self.device)
+        self._model = for_inference(model, self.device)
         self._bandwidth = nearest_bandwidth(config, self.num_codebooks)
 
     def _encode_tensor(self, wav: torch.Tensor) -> torch.Tensor:

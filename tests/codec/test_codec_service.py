@@ -377,3 +377,37 @@ def test_memory_is_flat_over_2000_clips():
     assert service.usage.clips == 2000
     print("MiB:", [round(size / 2**20, 1) for size in sizes])
     assert sizes[-1] - sizes[1] < 16 * 2**20, sizes  # the samples alone are 192 MiB
+
+
+# -- captured batches --------------------------------------------------------------------------------------------------
+class Replayed:
+    """As much of a captured graph as the decoder uses, on the CPU."""
+
+    def __init__(self, codec, inputs, outputs):
+        self.codec, self.inputs, self.outputs, self.times = codec, inputs, outputs, 0
+
+    def replay(self):
+        self.times += 1
+        self.outputs.copy_(self.codec.synthesize(self.inputs))
+
+
+@pytest.mark.parametrize("name", ["dac", "xcodec"])
+def test_captured_batches_are_used_and_change_no_sample(name):
+    codec = tiny_codec(name)
+    decoder = WindowDecoder(codec, measure_reach(codec), max_frames=600)
+    sample = codec.features([random_codes(codec, 1)])[0]
+    for length in decoder.lengths:
+        for count in (1, 2, 4, 8):
+            if count * length <= decoder.max_frames:
+                inputs = sample.new_zeros(count, length, sample.shape[1])
+                outputs = torch.zeros(count, length * codec.hop)
+                decoder._graphs[count, length] = Replayed(codec, inputs, outputs), inputs, outputs
+    clips = [random_codes(codec, length, seed=length) for length in (500, 130, 61, 60, 500, 3, 200, 60)]
+    with torch.inference_mode():
+        for codes, wav in zip(clips, decoder.decode(clips), strict=True):
+            np.testing.assert_allclose(wav, codec.decode(codes), rtol=0, atol=BOUND)
+    used = {shape: graph.times for shape, (graph, _, _) in decoder._graphs.items() if graph.times}
+    assert len({length for _, length in used}) > 1, used
+    shortest = decoder.lengths[0]
+    assert shortest <= 100, "one more in a batch is less waste than one batch more"
+    assert [decoder._together(count, shortest, None) for count in (1, 3, 4, 5, 9, 30)] == [1, 3, 4, 4, 8, 8]

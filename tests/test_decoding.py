@@ -14,7 +14,9 @@ from decoding_samples import BAGPIPER, CHAT, FAMILIES, FLAT, changed, without, w
 
 from espnet2_vllm import decoding_rules
 from espnet2_vllm.decoding import SegmentConfig, load_decoding
+from espnet2_vllm.drive import sampling_of
 from espnet2_vllm.errors import ConfigError
+from espnet2_vllm.protocol import EVERY, Sampling
 
 TREES = [*golden_files("bagpiper/*/trees/*/inference.yaml"), *golden_files("opuslm/*/trees/*/decode.yaml")]
 TREES += golden_files("opuslm/*/decode_default.yaml")
@@ -104,6 +106,31 @@ def test_flat():
     assert config.text == SegmentConfig("topk", 0.7, 30, 0, None, 0.05, 10.0)
     assert config.audio.tokenizer == {"codec_fs": 16000}
     assert config.seed == 0 and config.cli == {"nproc": 10, "seed": 0}
+
+
+def test_top_p():
+    """ESPnet's older decoder has a default for it and looks at no top-k; a block of the chat dialect has to say."""
+    config = load_decoding({**FLAT, "search_algo": "topp_sampling"}, "opuslm")
+    assert config.text == SegmentConfig("topp", 0.7, EVERY, 0, None, 0.05, 10.0, top_p=0.8)
+    assert sampling_of(config.audio) == Sampling(0.7, EVERY, 0.8)
+    config.check_vocabulary(10)
+    chat = changed(CHAT, "codec_ssl.search_algo", "topp_sampling")
+    with pytest.raises(ConfigError, match=r"codec_ssl\.top_p: is missing; topp_sampling needs it"):
+        load_decoding(chat, "opuslm")
+    config = load_decoding(changed(chat, "codec_ssl.top_p", 0.95), "opuslm")
+    assert sampling_of(config.audio) == Sampling(0.8, EVERY, 0.95) and config.text.search == "greedy"
+    assert sampling_of(load_decoding(changed(chat, "codec_ssl.top_p", 0), "opuslm").audio) == Sampling()
+    with pytest.raises(ConfigError, match=r"sampling_temperature: is 0.*write search_algo: greedy_search$"):
+        load_decoding({**FLAT, "search_algo": "topp_sampling", "sampling_temperature": 0}, "opuslm")
+    other = load_decoding({**FLAT, "top_p": 0.3}, "opuslm")
+    assert other.text == load_decoding(FLAT, "opuslm").text, "of another algorithm"
+
+
+def test_beam_search_is_refused_with_espnets_reason():
+    with pytest.raises(
+        ConfigError, match="is beam_search, which is not supported: ESPnet has it for models of one stream"
+    ):
+        load_decoding({**FLAT, "search_algo": "beam_search"}, "opuslm")
 
 
 def test_settings_are_plain_values_that_can_be_sent_to_another_process():
@@ -319,6 +346,7 @@ def test_a_ratio_of_zero_reaches_to_the_end_of_the_context():
 
 @pytest.mark.parametrize("bad", [
     {"search": "beam"}, {"temperature": 0.0}, {"topk": 0}, {"min_rows": -1}, {"max_rows": None}, {"max_rows": 0},
+    {"search": "topp"}, {"top_p": 0.5}, {"search": "topp", "topk": EVERY, "top_p": 1.5},
     {"min_ratio": 0.1}, {"max_ratio": 1.0}, {"cfg": -1.0}, {"cfg": float("nan")}, {"num_hypo": 0}, {"search": "greedy"},
 ])  # fmt: skip
 def test_a_segment_checks_itself(bad):

@@ -10,6 +10,7 @@ from golden_layouts import bagpiper_model_layout, opuslm_config, opuslm_layout
 
 from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.drive import drive, drive_again, more_hypotheses
+from espnet2_vllm.errors import DataError
 from espnet2_vllm.io.data_json import open_data_json, read_utterances
 from espnet2_vllm.plan import Given, RowResult, Utterance, Wanted
 from espnet2_vllm.prompt.opuslm import Facts
@@ -112,6 +113,51 @@ def test_opuslm_cases(model, path, monkeypatch):
                     assert segment.end == "given"
                     continue
                 check_generated(segment, info, h, get)
+
+
+def test_a_fixed_length_is_kept_whatever_the_model_chooses():
+    """The end is open behind the last frame at the earliest; where it does not come it is forced, and the row before it goes."""
+    seed = 20261129
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    model = golden_models("opuslm")[0]
+    layout = opuslm_layout(model)
+    eos, streams = layout.specials["eos"], layout.num_streams
+    config = load_decoding({"search_algo": "greedy_search", "maxlenratio": 0.1, "fixed_length": True}, "opuslm")
+    header = np.zeros((1, streams), dtype=np.int32)
+    header[0, 0] = layout.modality_token("audio")
+    ends = set()
+    for case in range(60):
+        frames = int(rng.integers(1, 40))
+        parts = (Given(np.zeros((3, streams), dtype=np.int32), "codec_ssl"), Wanted(header, "codec_ssl", frames=frames))
+        chosen = np.stack([rng.integers(*span, frames + streams) for span in layout.code_spans], 1)
+        chosen[frames:, 0] = np.where(rng.random(streams) < 0.5, eos, chosen[frames:, 0])
+
+        def answer(k, request, chosen=chosen, frames=frames):
+            state = request.rules.start()
+            for row in chosen[: frames + 1]:
+                end = any(eos in range(*span) for span in request.rules.constraint(state).primary)
+                assert end == (state.step >= frames)
+                state, _ = request.rules.advance(state, tuple(map(int, row)))
+            return play(request.rules, chosen)
+
+        (_, segment) = run(drive(layout, Utterance(f"u{case}", parts), config), answer).segments
+        assert len(segment.rows) == frames
+        assert segment.end == ("eos" if chosen[frames, 0] == eos else "fixed")
+        np.testing.assert_array_equal(segment.rows, [[chosen[f + s, s] for s in range(streams)] for f in range(frames)])
+        ends.add(segment.end)
+    assert ends == {"eos", "fixed"}
+    for length, said in ((None, "nothing says how long"), (0, "an entry without frames says how long")):
+        parts = (parts[0], Wanted(header, "codec_ssl", frames=length))
+        with pytest.raises(
+            DataError, match=f"u: {said} the segment codec_ssl has to be, which fixed_length in .* asks for"
+        ):
+            run(drive(layout, Utterance("u", parts), config), None)
+    forced = config.replace(audio=load_decoding({"search_algo": "teacher_force"}, "opuslm").audio)
+    reference = np.concatenate([chosen[:7], np.zeros((streams, streams), dtype=np.int64)]).astype(np.int32)
+    parts = (parts[0], Wanted(header, "codec_ssl", reference=reference, frames=3))
+    request = next(drive(layout, Utterance("u", parts), forced))
+    assert len(request.reference) == len(reference), "teacher_force follows its reference"
 
 
 def check_generated(segment, info, h, get):

@@ -307,6 +307,15 @@ def test_settings_over_settings(tmp_path):
         "audio": {"temperature": 0.7, "topk": 7, "cfg": 3, "max_step": 4},
         "enforce_modality": ["audio"],
     }
+    cut = {"codec_ssl": {"search_algo": "topp_sampling", "sampling_temperature": 0.9, "top_p": 0.8}}
+    for change, search in (
+        ({}, "topp"),
+        ({"topk": 5}, "topk"),
+        ({"temperature": 0.0}, "topk"),
+        ({"max_step": 9}, "topp"),
+    ):
+        assert settings_of("opuslm", cut, Decoding(**change))["codec_ssl"]["search_algo"] == f"{search}_sampling"
+    assert settings_of("opuslm", None, Decoding(audio={"top_p": 0.5}))["codec_ssl"]["search_algo"] == "topp_sampling"
     settings = settings_of("opuslm", None, Decoding(temperature=0.0, max_step=30))
     assert settings["codec_ssl"]["topk"] == 1 and settings["text_bpe"]["maxlen"] == 30
     file.write_text("enforce_modality: [text, text]\n", encoding="utf-8")

@@ -9,11 +9,13 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from decoding_samples import CHAT, FLAT
 
 from espnet2_vllm import backends
 from espnet2_vllm.audio_format import AudioFormat
 from espnet2_vllm.bin import job
-from espnet2_vllm.bin.job import Progress, Store, Tally, report, run_job
+from espnet2_vllm.bin.job import Progress, Store, Tally, journal_settings, report, run_job
+from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.errors import DataError, EngineError
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.journal import Journal, Record
@@ -238,3 +240,17 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
         raise ZeroDivisionError
     assert path.read_bytes() == b"one\r\n\\ud800"
     assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_settings_that_change_nothing_do_not_begin_a_run_anew():
+    """A journal of a run that could not have them yet is taken over."""
+
+    def decoding(base, **changes):
+        config = load_decoding({**base, **changes}, "opuslm")
+        return journal_settings(config, checkpoint={}, backend="pytorch", seed=0, nbest=1, options={})["decoding"]
+
+    for base in (CHAT, FLAT):
+        found = decoding(base)
+        assert "fixed_length" not in found and not any("top_p" in found[name] for name in ("text", "audio"))
+    found = decoding(FLAT, fixed_length=True, search_algo="topp_sampling")
+    assert found["fixed_length"] and found["text"]["top_p"] == found["audio"]["top_p"] == 0.8

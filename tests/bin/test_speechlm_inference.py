@@ -133,11 +133,60 @@ def test_without_a_yaml_all_options_stand_on_the_command_line(model, tmp_path):
     assert (a / "text" / "text").read_bytes() == (b / "text" / "text").read_bytes()
 
 
+def frames_of(path):
+    """By name of a token file."""
+    return {name: len(tokens) // 8 for name, tokens in kaldiio.load_scp(str(path)).items()}
+
+
+@pytest.mark.parametrize("task", ["codec_ssl_se", "codec_ssl_tse"])
+def test_a_fixed_length_is_that_of_the_mixture(model, task, tmp_path):
+    """By every search that draws, from the command line or from the yaml, whatever the ratios say."""
+    flat = json.loads((model / "flat.yaml").read_text("utf-8"))
+    (model / "fixed.yaml").write_text(json.dumps({**flat, "fixed_length": True}), "utf-8")
+    uids, searches = ["u01", "u06"], [("greedy_search", "fixed.yaml"), ("topp_sampling", "flat.yaml")]
+    for search, config in searches:
+        out = tmp_path / search
+        more = ["--search_algo", search, "--maxlenratio", "0.1", "--seed", "3"]
+        more += ["--fixed_length", "true"] if config == "flat.yaml" else []
+        assert run(model, task, uids, out, *more, config=config) == 0
+        mixed = frames_of(out / "mix.scp" / "token_mix.scp.scp")
+        answers = frames_of(out / "wav.scp" / "token_wav.scp.scp")
+        assert answers == {f"{task}_{uid}_sample0": mixed[uid] for uid in uids} and len(set(mixed.values())) == 2
+        facts = json.loads((out / ".journal" / "report.json").read_text(encoding="utf-8"))
+        assert facts["outcomes"]["ok"] == 2, "a length that was asked for is no cut"
+    assert chat(model, model / "fixed.yaml", model / f"{task}.json", tmp_path / "new", "--seed", 3) == 0
+    for wav in (tmp_path / "new" / "wav.scp").glob("*.wav"):
+        assert (tmp_path / "greedy_search" / "wav.scp" / wav.name).read_bytes() == wav.read_bytes()
+
+
+def test_top_p_is_drawn_alike_by_both_command_lines_and_none_of_it_is_greedy(model, tmp_path):
+    """The same seed, the same settings in the chat dialect: the same texts."""
+    texts = {}
+    for name, top_p, more in [("old", 0.9, ()), ("again", 0.9, ()), ("other", 0.9, ("--seed", 1)), ("best", 0.0, ())]:
+        sampling = ["--search_algo", "topp_sampling", "--sampling_temperature", 2.0, "--top_p", top_p]
+        assert run(model, ASR, ["u00", "u01"], tmp_path / name, *sampling, *more) == 0
+        texts[name] = lines(tmp_path / name / "text" / "text")
+    assert run(model, ASR, ["u00", "u01"], tmp_path / "greedy") == 0
+    limits = {"length_method": "relative", "minlenratio": 0.0, "maxlenratio": 0.4}
+    block = {"search_algo": "topp_sampling", "sampling_temperature": 2.0, "top_p": 0.9, **limits}
+    tokenizer = json.loads((model / "flat.yaml").read_text("utf-8"))["codec_conf"]
+    decode = {"codec_ssl": {**block, "tokenizer": tokenizer}, "text_bpe": block}
+    (tmp_path / "decode.yaml").write_text(json.dumps(decode), encoding="utf-8")
+    assert chat(model, tmp_path / "decode.yaml", model / f"{ASR}.json", tmp_path / "new") == 0
+    assert texts["old"] == texts["again"] == lines(tmp_path / "new" / "text" / "text")
+    assert texts["best"] == lines(tmp_path / "greedy" / "text" / "text")
+    assert texts["old"] != texts["other"] and texts["old"] != texts["best"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--search_algo", "beam_search"], "beam_search, which is not supported"),
-        (["--fixed_length", "true"], "fixed_length"),
+        (
+            ["--search_algo", "beam_search"],
+            "beam_search, which is not supported: ESPnet has it for models of one stream",
+        ),
+        (["--fixed_length", "true"], f"fixed_length: task {ASR} has no fixed_length_key"),
+        (["--search_algo", "topp_sampling", "--top_p", "1.5"], "top_p"),
         (["--run_asr", "true"], "run_asr"),
         (["--inference_nq", "4"], "inference_nq"),
         (["--data_path_and_name_and_type", "x/data.json,_,dataset_json"], "given 2 times; expected one data.json"),

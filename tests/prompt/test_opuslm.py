@@ -175,6 +175,21 @@ def test_a_missing_target_leaves_its_announcement(parts):
         opuslm_sequence(layout, tokenizer, task, {"text": None, "wav.scp": None}, facts, random.Random(0))
 
 
+@pytest.mark.parametrize(("name", "known"), [("codec_ssl_se", True), ("codec_ssl_tse", True), ("codec_ssl_tts", False)])
+def test_a_task_says_how_long_its_answer_is(parts, name, known):
+    layout, tokenizer, facts = parts
+    rng = np.random.default_rng(20261130)
+    for frames in (1, 2, 31):
+        first = layout.streams[0].start
+        codes = np.array([[rng.integers(*span) - first for span in layout.streams] for _ in range(frames)])
+        codes[-1, 0] = 0  # SSL unit 0 becomes a pad
+        entries = {"mix.scp": codes, "text": "hello", "utt2spk": codes, "wav.scp": None}
+        rows = opuslm_sequence(layout, tokenizer, TASKS[name], entries, facts, random.Random(0))
+        *given, wanted = opuslm_utterance(layout, rows, TASKS[name], key="k").parts
+        assert wanted.frames == (frames if known else None)
+        assert all(isinstance(part, Given) for part in given)
+
+
 def test_conditions_that_fill_the_context_are_refused(parts):
     layout, tokenizer, facts = parts
     task, short = TASKS["codec_ssl_plain_tts"], Facts(n_ctx=20)

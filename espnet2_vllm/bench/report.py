@@ -14,6 +14,7 @@ from ..engine.memory import OWNERS
 from ..errors import DataError
 from ..io.files import whole_file
 from .profile import DEVICE_PARTS, HOST_PARTS
+from .speech_table import speech_tables
 from .systems import ENGINE, PLAIN, PYTORCH, TITLES
 
 FORMAT = "espnet2-vllm bench"
@@ -141,6 +142,8 @@ def tables(report: dict[str, Any]) -> str:
     """Everything as markdown."""
     versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     lines = [f"{report['device']['name']}; {versions}; {report['date']}", f"`{report['command']}`"]
+    if "speech" in report:
+        lines += ["", speech_tables(report)]
     for model in report["models"]:
         lines += ["", f"### {model['name']} ({model['dtype']}, {model['weights']} weights)", ""]
         lines += _table([heading for heading, *_ in _COLUMNS], [_row(cell) for cell in model["cells"]])

@@ -21,6 +21,7 @@ from .report import write_report
 from .speech import SpeechBench, SpeechSettings
 
 if TYPE_CHECKING:
+    from ..codec.torch_codec import TorchCodec
     from .geometry import Geometry
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def run_speech(
         scratch = Path(folder)
         checkpoint = geometry.open(scratch)
         started: list[tuple[dict[str, Any], Any, CodecService, SpeechSettings]] = []
+        codecs: dict[str, TorchCodec] = {}
         taken = 0
         for name, rounded, tuned, (own, tried) in itertools.product(names, tf32, tune, _kinds(shares)):
             entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": rounded, "tuned": tuned}
@@ -66,7 +68,9 @@ def run_speech(
             entries.append(entry)
             try:
                 begun = time.monotonic()
-                codec = make_codec(name, checkpoint, device)
+                if name not in codecs:
+                    codecs[name] = make_codec(name, checkpoint, device)
+                codec = codecs[name]
                 service = CodecService(codec, waiting=1024, tf32=rounded, tune=tuned, share=own)
                 taken = max(service.prepare(settings.sizes), taken)
                 entry["start_s"] = time.monotonic() - begun

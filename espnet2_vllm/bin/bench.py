@@ -209,8 +209,9 @@ def _run_speech(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Codecs beside the engine."""
     from ..bench.codecs import check_codec_name
     from ..bench.geometry import find_geometry
-    from ..bench.speech import SpeechSettings, speech_tables
+    from ..bench.speech import SpeechSettings
     from ..bench.speech_run import run_speech
+    from ..bench.speech_table import speech_tables
     from .options import choose_device
 
     names = [check_codec_name(name) for name in args.codec]

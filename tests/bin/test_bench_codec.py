@@ -50,6 +50,8 @@ def test_figures_of_a_codec_beside_the_engine(tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "### own beside" in shown
     assert figures["codec"]["streamed_difference"] < 1e-4
+    assert bench.main(["--plot-from", str(path)]) == 0
+    assert capfd.readouterr().out.rstrip().endswith(shown[shown.index("## Speech on") :].rstrip())
     assert "while 4 clips are decoded with share 1:" in shown
     assert "| 3, share 0.5 | 18 |" in shown
 

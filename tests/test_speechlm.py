@@ -172,6 +172,8 @@ def test_what_cannot_be_opened():
         SpeechLM.from_pretrained("no-such/model")
     with pytest.raises(ConfigError, match="long_audio 'cuts'"):
         SpeechLM.from_pretrained(contaudio(), long_audio="cuts")
+    with pytest.raises(ConfigError, match="the codec's share 2 is not above 0 and up to 1"):
+        SpeechLM.from_pretrained(contaudio(), codec_share=2)
     with pytest.raises(ConfigError, match="temprature"):
         SpeechLM.from_pretrained(contaudio(), decoding={"text": {"temprature": 1, "topk": 2, "max_step": 3}})
 

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, EngineError, SpeechLMError
 from ..io.journal import Record, digest, earlier_settings
 from ..io.results import OUTSIDE, Draft, ResultWriter, Speech, outcome
 from ..plan import FAILED, OK, OUTCOMES, Utterance
-from .options import RANDOM_SEED
+from .options import RANDOM_SEED, gpus_wanted
 
 if TYPE_CHECKING:
     from ..audio.tower import AudioTower
@@ -265,7 +265,8 @@ def prepare_speech(speech: Speech | None, args: argparse.Namespace, options: Map
         return dict(options)
     speech.form, speech.share = form, args.codec_share
     taken = speech.prepare()
-    if not taken or args.backend != "vllm":
+    elsewhere = taken and (speech.codec.device.index or 0) >= gpus_wanted(args)
+    if not taken or elsewhere or args.backend != "vllm":
         return dict(options)
     import torch
 

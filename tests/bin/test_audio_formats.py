@@ -32,7 +32,7 @@ def entries(folder, name):
 def test_sound_goes_where_it_is_asked_for(tree, tmp_path, monkeypatch, name, bits, subtype):
     model = tree.parent.parent
     monkeypatch.chdir(model)
-    out, options = tmp_path / "out", ("--audio_format", name, "--audio_bits", bits)
+    out, options = tmp_path / "out", ("--audio_format", name, "--audio_bits", bits, "--codec_share", "0.5")
     assert chat(model, tree / "decode.yaml", tree / "data.json", out, *options) == 0
     found = 0
     for folder in (path.name for path in (tree / "expected").iterdir() if path.is_dir()):
@@ -67,3 +67,11 @@ def test_flac_of_floats_is_refused_before_anything_is_decoded(tree, tmp_path, mo
     options = ("--audio_format", "flac", "--audio_bits", "float")
     assert chat(model, tree / "decode.yaml", tree / "data.json", tmp_path / "out", *options) == 2
     assert "flac holds 16 or 24 bits" in caplog.text
+
+
+@pytest.mark.parametrize("share", ["0", "2", "half", "0.1:cores"])
+def test_a_share_that_is_none_is_wrong_usage(share, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        chat(tmp_path, tmp_path / "decode.yaml", tmp_path / "data.json", tmp_path / "out", "--codec_share", share)
+    assert end.value.code == 2
+    assert "the codec's share" in capsys.readouterr().err

@@ -68,21 +68,28 @@ class Deck:
     def __init__(self, oracle: Oracle, seed: int, scale: str, block: int) -> None:
         self.oracle, self.layout, self.block = oracle, oracle.layout, block
         self.seed, self.scale = seed, SCALES[scale]
+        # By decks, since a step with such a row is not sampled by the kernels.
+        self.top_p = random.Random(f"top-p {seed}").random() < 0.25
         self.card = functools.cache(self._card)
 
     def _card(self, index: int) -> Card:
         rng = random.Random(f"{self.seed}/{index}")
         kind, parent = kind_of(self.seed, index, self.layout.family)
         for _ in range(20):
-            make = getattr(self, kind)
+            make = self._with_top_p if self.top_p and index % 3 == 0 else lambda made: made
+            draw = functools.partial(getattr(self, kind), rng, f"card {index}", parent)
             try:
-                request = self.oracle.clear(lambda: make(rng, f"card {index}", parent), tries=10)  # noqa: B023
+                request = self.oracle.clear(lambda: make(draw()), tries=10)  # noqa: B023
             except CloseError:
                 kind, parent = "plain", None  # a prompt or rules whose choices are always close
                 continue
             expected = dataclasses.replace(self.oracle.expected.pop(request.request_id), logits=None)
             return Card(kind, request, expected, parent)
         raise CloseError(f"card {index} of deck {self.seed}: the margin asked for is too large")
+
+    def _with_top_p(self, request: RowRequest) -> RowRequest:
+        rng = random.Random(f"top-p {self.seed}/{request.seed}")
+        return request if request.reference is not None else draws.with_top_p(request, rng)
 
     def cut(self, card: Card, prompt: int | None, rows: int | None) -> Card | None:
         """A shorter card: the last ``prompt`` rows of its prompt, segments of at most ``rows`` rows; None if it is not clear."""

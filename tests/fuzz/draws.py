@@ -8,7 +8,7 @@ import torch
 
 from espnet2_vllm.layout import Layout
 from espnet2_vllm.plan import Continuous, RowRequest
-from espnet2_vllm.protocol import BagpiperRules, ModalityRules, OpusLMRules, Rules, Sampling
+from espnet2_vllm.protocol import EVERY, BagpiperRules, ModalityRules, OpusLMRules, Rules, Sampling
 
 DRAWN = Sampling(0.8, 20)
 
@@ -43,6 +43,23 @@ def sampling(rng: random.Random) -> Sampling:
     if rng.random() < 0.5:
         return Sampling(rng.choice([0.8, 1.0]), 1)
     return rng.choice([DRAWN, Sampling(1.2, 3), Sampling(0.5, 50), Sampling(1.0, 2)])
+
+
+def with_top_p(request: RowRequest, rng: random.Random) -> RowRequest:
+    """``request`` whose rows are cut by top-p, behind a top-k or not; of Bagpiper's two modalities perhaps one."""
+
+    def cut() -> Sampling:
+        return rng.choice([Sampling(1.0, EVERY, 0.8), Sampling(0.7, 20, 0.9), Sampling(1.3, EVERY, 0.3)])
+
+    made = request.rules
+    if isinstance(made, OpusLMRules):
+        return dataclasses.replace(request, rules=dataclasses.replace(made, sampling=cut()))
+    blocks = {
+        name: dataclasses.replace(block, sampling=cut())
+        for name, block in (("text", made.text), ("audio", made.audio))
+        if block is not None and rng.random() < 0.7
+    }
+    return dataclasses.replace(request, rules=dataclasses.replace(made, **blocks))
 
 
 def rules(

@@ -67,6 +67,7 @@ class SpeechLM:
         long_audio: str = "cut",
         units: UnitsDescription | None = None,
         codec_share: float | str = 1.0,
+        codec_tf32: bool = False,
         **options: Any,
     ) -> None:
         from .backends import check_engine
@@ -82,7 +83,7 @@ class SpeechLM:
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
         check_engine(backend, self.dtype)
         self.decoding, self.units = decoding, units
-        self.codec_share = Share.parse(str(codec_share))
+        self.codec_share, self.codec_tf32 = Share.parse(str(codec_share)), codec_tf32
         self.notes: Counter[str] = Counter()
         self.listening = listening_of(checkpoint, long_audio)
         self._lock = threading.Lock()
@@ -104,7 +105,7 @@ class SpeechLM:
             options: ``backend`` (``vllm`` or ``pytorch``), ``dtype`` (bfloat16 on a GPU, else float32), ``device`` (of codec and
                 encoder), ``decoding`` (defaults of every call), ``long_audio`` (``cut``, ``refuse`` or ``whole``: recordings
                 beyond 30 s), ``units`` (OpusLM: the ``audio.units.UnitsDescription`` of the SSL model that recordings are
-                tokenised with), ``codec_share`` (of the device while the engine is at work, as ``--codec_share``), and options of the
+                tokenised with), ``codec_share`` and ``codec_tf32`` (as on the command lines), and options of the
                 engine such as ``max_num_seqs``.
 
         Raises:
@@ -262,7 +263,7 @@ class SpeechLM:
             self.checkpoint.codec, self.checkpoint.codec_base, self.checkpoint.layout, self.device
         )
         silent_frames = SILENT_FRAMES if self.checkpoint.family == "opuslm" else 0
-        speech = Speech(codec, silent_frames=silent_frames, share=self.codec_share)
+        speech = Speech(codec, silent_frames=silent_frames, share=self.codec_share, tf32=self.codec_tf32)
         speech.beside = lambda: (engine := self._engine) is not None and engine.unfinished > 0
         return speech
 

@@ -263,7 +263,7 @@ def prepare_speech(speech: Speech | None, args: argparse.Namespace, options: Map
     form = AudioFormat(args.audio_format, args.audio_bits)
     if speech is None:
         return dict(options)
-    speech.form, speech.share = form, args.codec_share
+    speech.form, speech.share, speech.tf32 = form, args.codec_share, args.codec_tf32
     taken = speech.prepare()
     elsewhere = taken and (speech.codec.device.index or 0) >= gpus_wanted(args)
     if not taken or elsewhere or args.backend != "vllm":

@@ -35,6 +35,7 @@ CODEC_SHARE_HELP = (
     "Part of the device that the codec takes while the engine is at work on it, as 0.1: it rests between the layers of its "
     "decoder, unless many clips wait; less disturbs the engine less, and sound comes later; 1 is the whole device"
 )
+CODEC_TF32_HELP = "A codec on a GPU multiplies in TF32: faster, and less exact (ten bits of mantissa)"
 SEED_HELP = "Random seed; 'random' draws one and logs it (a run that goes on keeps the one that it began with)"
 
 
@@ -134,6 +135,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     )
     option("audio_bits", choices=BITS, default="16", help="Of a sample; float only in wav")
     option("codec_share", type=codec_share, default="1", metavar="SHARE", help=CODEC_SHARE_HELP)
+    option("codec_tf32", type=flag, nargs="?", const=True, default=False, help=CODEC_TF32_HELP)
     group = parser.add_argument_group("journal")
     option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
     option("no_resume", dest="resume", action="store_false", help="Decode everything anew")

@@ -31,7 +31,7 @@ _LENGTHS = 4  # lengths of windows, each twice the one before
 _BATCHES = 7  # sizes of captured batches: 1, 2, 4, ...
 # Runs until algorithms are chosen and TorchScript has compiled, neither of which may happen inside a capture.
 _WARM_UP = 3
-_WASTE = 100  # frames that fill up a captured batch, rather than what is left over becoming a smaller one
+_WASTE = 300  # frames that fill up a captured batch at most, rather than what is left over becoming one of its own
 _AT_REST = 416  # frames decoded at once where there are rests, so that no layer keeps the device for long
 _LAYERS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d)
 

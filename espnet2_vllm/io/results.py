@@ -56,15 +56,23 @@ class Speech:
     Args:
         silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
         share: of the device; None is all of it.
+        tf32: as ``CodecService``'s.
 
     Attributes:
         beside: whether an engine is at work that leaves the codec no more than its share.
     """
 
     def __init__(
-        self, codec: Codec, *, silent_frames: int = 0, form: AudioFormat | None = None, share: Share | None = None
+        self,
+        codec: Codec,
+        *,
+        silent_frames: int = 0,
+        form: AudioFormat | None = None,
+        share: Share | None = None,
+        tf32: bool = False,
     ) -> None:
-        self.codec, self.silent_frames, self.form, self.share = codec, silent_frames, form or AudioFormat(), share
+        self.codec, self.silent_frames, self.form = codec, silent_frames, form or AudioFormat()
+        self.share, self.tf32 = share, tf32
         self.beside: Callable[[], bool] = lambda: True
         self._lock = threading.Lock()
         self._service: CodecService | None = None
@@ -80,7 +88,9 @@ class Speech:
 
         with self._lock:
             if self._service is None:
-                self._service = CodecService(self.codec, silent_frames=self.silent_frames, share=self.share)
+                self._service = CodecService(
+                    self.codec, silent_frames=self.silent_frames, share=self.share, tf32=self.tf32
+                )
                 self._service.beside = lambda: self.beside()
             return self._service
 

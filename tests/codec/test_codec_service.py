@@ -410,4 +410,4 @@ def test_captured_batches_are_used_and_change_no_sample(name):
     assert len({length for _, length in used}) > 1, used
     shortest = decoder.lengths[0]
     assert shortest <= 100, "one more in a batch is less waste than one batch more"
-    assert [decoder._together(count, shortest, None) for count in (1, 3, 4, 5, 9, 30)] == [1, 3, 4, 4, 8, 8]
+    assert [decoder._together(count, shortest, None) for count in (1, 3, 4, 5, 9, 30)] == [1, 3, 4, 5, 8, 8]

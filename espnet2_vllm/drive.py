@@ -154,7 +154,7 @@ def _fixed_limits(layout: Layout, utterance: Utterance, part: Wanted, config: De
 
 
 def _opuslm_segment(
-    rules: OpusLMRules, part: Wanted, result: RowResult, reference: np.ndarray | None, fixed: bool
+    rules: OpusLMRules, part: Wanted, result: RowResult, reference: np.ndarray | None, fixed: bool = False
 ) -> Segment:
     if reference is None:
         state, _ = replay(rules, [tuple(map(int, row)) for row in result.rows])

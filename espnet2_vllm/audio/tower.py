@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention
 
 from ..errors import CheckpointError
+from ..precision import convolutions
 from .features import LogMel
 from .listening import Listening, audio_settings
 
@@ -103,8 +104,7 @@ class AudioTower:
     def _vectors(self, features: Sequence[torch.Tensor], width: int) -> tuple[torch.Tensor, list[int]]:
         """All vectors on the device, and the rows of each clip."""
         rows = [self.listening.rows_of_frames(len(mel)) for mel in features]
-        # torch would convolve float32 in TF32, whose ten bits of mantissa are too few.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with convolutions(self.device):
             hidden = self._hear(features, width)
         vectors = linear(self._project(hidden), *self._adaptor)
         assert len(vectors) == sum(rows), f"the tower gave {len(vectors)} rows for {rows}"

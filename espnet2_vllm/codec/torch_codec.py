@@ -3,12 +3,12 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from espnet2_vllm.errors import DataError
+from espnet2_vllm.precision import convolutions
 
 
 class TorchCodec(ABC):
@@ -132,17 +132,6 @@ class TorchCodec(ABC):
                 f"code {codes[frame, book]} at frame {frame}, codebook {book} lies outside 0..{self.codebook_size - 1} "
                 f"({len(outside)} such codes); a pad or an id of another stream inside the audio?"
             )
-
-
-def convolutions(device: torch.device, *, tf32: bool = False, tune: bool = False) -> AbstractContextManager[None]:
-    """Their precision inside: float32, which torch would round to ten bits of mantissa on a GPU if it were not told.
-
-    Args:
-        tune: choose algorithms by trying them.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.backends.cudnn.flags(enabled=True, benchmark=tune, allow_tf32=tf32, fp32_precision=None)
 
 
 class GrowingFeatures:

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..precision import convolutions
 from .reach import Reach
 from .share import Share, make_stream
-from .torch_codec import TorchCodec, convolutions
+from .torch_codec import TorchCodec
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ def small(monkeypatch):
     """Short bursts, and the device of other tests' engines is left alone."""
     monkeypatch.setattr(systems, "free_device", lambda: 0)
     monkeypatch.setattr(speech, "_BURST", 4)
+    monkeypatch.setattr(speech, "_BESIDE_S", 0.2)
     settings = functools.partial(speech.SpeechSettings, clip_seconds=0.6, bursts=1, steps=12)
     monkeypatch.setattr(speech, "SpeechSettings", settings)
 

@@ -274,8 +274,9 @@ class SpeechBench:
         """The engine is at work."""
         settings, steps = self.settings, self.engine.steps
         count, bursts, alone = _BURST, settings.bursts, settings.steps
-        if share.rests:
-            count, bursts = min(max(int(_BESIDE_S * share.fraction / self._clip_s), 2), _BURST), 1
+        if share.fraction < 1:
+            clip_s = self._clip_s / (share.fraction if share.rests else 1)  # the latter was measured with its share
+            count, bursts = min(max(int(_BESIDE_S / clip_s), 2), _BURST), 1
             alone = max(alone // 2, 1)
         frames = max(round(settings.clip_seconds * self.codec.sample_rate / self.codec.hop), 2)
         clips = [_codes(self.codec, self._rng, frames) for _ in range(count)]

@@ -253,7 +253,12 @@ class SpeechBench:
                 if not over.is_set():
                     utterance = self._utterance(f"b{place}")
                     driver = drive(self.layout, utterance, config, seed=place, context=self.engine.max_rows)
-                    tasks[place] = thread.start(driver, lambda outcome: ended(place, outcome))
+                    tasks[place] = thread.start(
+                        driver,
+                        lambda outcome: ended(place, outcome),
+                        # An engine in a process of its own would not say when it has made a step that nobody waits for.
+                        stream_of=lambda _: (1, 1) if place == 0 else None,
+                    )
 
             def ended(place: int, outcome: Hypothesis | SpeechLMError) -> None:
                 if isinstance(outcome, Hypothesis):

@@ -34,7 +34,8 @@ def load_corpus(data: Path, codes: Path, units: Path | None = None) -> list[Spok
     """``data``: a Kaldi directory; ``codes`` and ``units``: npz files, an array for each of its ids."""
     texts = read_keyed(data / "text")
     with np.load(codes) as file:
-        arrays = {uid: file[uid] for uid in texts if uid in file.files}
+        known = set(file.files)
+        arrays = {uid: file[uid] for uid in texts if uid in known}
     classes: dict[str, np.ndarray] = {}
     if units is not None:
         with np.load(units) as file:

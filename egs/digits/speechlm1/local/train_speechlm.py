@@ -117,6 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--export-minutes", type=float, default=5, help="export so often")
     parser.add_argument("--init", type=Path, help="go on from the weights of a state that --out holds (state.pt)")
+    parser.add_argument("--export-only", action="store_true", help="write what --init holds anew, as with another codec")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="change entries of the config")
     return parser.parse_args()
 
@@ -130,7 +131,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     print(f"seed {args.seed}; {config}", flush=True)
-    Trainer(args, config, rng).run()
+    trainer = Trainer(args, config, rng)
+    trainer.export(0) if args.export_only else trainer.run()
 
 
 class Trainer:

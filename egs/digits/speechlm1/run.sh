@@ -12,12 +12,11 @@ datadir=data          # Training and test speech.
 backend=vllm          # vllm or pytorch: what decodes.
 device=               # cpu or cuda, to train on; empty: what is there.
 threads=2             # Of a CPU, in training.
-jobs=2                # Processes that make data,
-workers=0             # and that make batches in training: some 6 for a GPU; 0: the training itself.
-train_utterances=13000 # Spoken in stage data, for training
+jobs=                 # Processes that make data; empty: one a core.
+train_utterances=200000 # Spoken in stage data, for training
 test_utterances=1200   # and for tests, half of them digit strings.
-codec_minutes=35      # Minutes of training: the codec,
-lm_minutes=40         # and each model.
+codec_minutes=25      # Minutes of training, on a GPU: the codec,
+lm_minutes=13         # and each model.
 utterances=500        # Of stage evaluate.
 transcripts=          # Kaldi text file that the demonstration says as well.
 python=python3        # The Python that has espnet2_vllm.
@@ -37,10 +36,11 @@ Options (with their defaults):
   --families "${families}"  --models ${models}  --backend ${backend}
   --expdir ${expdir}  --datadir ${datadir}  --python ${python}  --transcripts FILE
   --train_utterances ${train_utterances}, --test_utterances ${test_utterances}    of stage data
-  --jobs ${jobs}    processes that make data
-  --device, --threads ${threads}, --workers ${workers}, --codec_minutes ${codec_minutes}, --lm_minutes ${lm_minutes}    of training
+  --jobs N    processes that make data
+  --device, --threads ${threads}, --codec_minutes ${codec_minutes}, --lm_minutes ${lm_minutes}    of training
   --utterances ${utterances}    of stage evaluate
-Training from nothing: ./run.sh --stage data --stop_stage demo --models exp
+Training from nothing, on one GPU: ./run.sh --stage data --stop_stage demo --models exp
+On two processor cores, with more mistakes: the same with --train_utterances 13000 --codec_minutes 35 --lm_minutes 40
 EOF
 )
 . utils/parse_options.sh
@@ -62,18 +62,19 @@ runs() { [ "${stage}" -le "$1" ] && [ "${stop_stage}" -ge "$1" ]; }
 for family in ${families}; do
     case "${family}" in bagpiper | opuslm) ;; *) die "--families: '${family}' is none of bagpiper, opuslm" ;; esac
 done
-on=()
+on=() by=()
 [ -z "${device}" ] || on=(--device "${device}")
+[ -z "${jobs}" ] || by=(--jobs "${jobs}")
 
 if runs 1; then
-    "${python}" local/synthesise.py "${datadir}" --train "${train_utterances}" --test "${test_utterances}" --jobs "${jobs}"
+    "${python}" local/synthesise.py "${datadir}" --train "${train_utterances}" --test "${test_utterances}" "${by[@]}"
 fi
 if runs 2; then
     "${python}" local/train_codec.py "${datadir}" "${expdir}/codec" --minutes "${codec_minutes}" --threads "${threads}" "${on[@]}"
 fi
 if runs 3; then
     "${python}" local/dump_codes.py "${expdir}/codec" "${datadir}" "${expdir}/codes" --threads "${threads}" "${on[@]}"
-    "${python}" local/logmel_units.py "${datadir}" "${expdir}/units" --jobs "${jobs}"
+    "${python}" local/logmel_units.py "${datadir}" "${expdir}/units" "${by[@]}"
 fi
 if runs 4; then
     for family in ${families}; do
@@ -81,7 +82,7 @@ if runs 4; then
         [ "${family}" = bagpiper ] || units=(--units "${expdir}"/units/{train,answers}.npz)
         "${python}" local/train_speechlm.py --config "conf/train_${family}.yaml" --data "${datadir}"/{train,answers} \
             --codes "${expdir}"/codes/{train,answers}.npz "${units[@]}" --codec "${expdir}/codec" --out "${expdir}/${family}" \
-            --minutes "${lm_minutes}" --threads "${threads}" --workers "${workers}" "${on[@]}"
+            --minutes "${lm_minutes}" --threads "${threads}" "${on[@]}"
         [ "${family}" = bagpiper ] || cp "${expdir}/units/centres.npy" "${expdir}/${family}/logmel_centres.npy"
     done
 fi

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=64, help="how many")
     parser.add_argument("--frames", type=int, default=100_000, help="frames that the centres are fitted to")
     parser.add_argument("--seed", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(args.seed)

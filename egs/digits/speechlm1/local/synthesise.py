@@ -8,6 +8,7 @@ others vary in rate and pitch from utterance to utterance and are only listened 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -131,10 +132,10 @@ def synthesise(planned: list[Utterance], directory: Path, jobs: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory", type=Path, help="where train/ and test/ are made")
-    parser.add_argument("--train", type=int, default=13000, help="training utterances")
+    parser.add_argument("--train", type=int, default=200000, help="training utterances")
     parser.add_argument("--test", type=int, default=1200, help="test utterances, half of them digit strings")
     parser.add_argument("--seed", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args()
     train = plan(args.train, _SHARES, test=False, seed=args.seed)
     test = plan(args.test, _SHARES, test=True, seed=args.seed)

@@ -199,7 +199,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="stop earlier, after so many")
     parser.add_argument("--unquantised", type=int, default=150, help="steps before the quantiser starts")
-    parser.add_argument("--batch", type=int, default=6, help="crops")
+    parser.add_argument("--batch", type=int, help="crops (6 on a CPU, 64 on a GPU)")
     parser.add_argument("--half", action=argparse.BooleanOptionalAction, default=True, help="convolutions in bfloat16")
     parser.add_argument(
         "--resume",
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.batch = args.batch or (6 if args.device == "cpu" else 64)
     torch.set_num_threads(args.threads)
     model = build(args.config, args.output, args.seed)
     size = sum(tensor.numel() for tensor in model.codec.generator.parameters())

@@ -112,14 +112,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument(
-        "--workers", type=int, default=0, help="processes that make batches; 0: the training itself does"
+        "--workers", type=int, help="processes that make batches; 0, as on a CPU: the training itself does"
     )
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--export-minutes", type=float, default=5, help="export so often")
     parser.add_argument("--init", type=Path, help="go on from the weights of a state that --out holds (state.pt)")
-    parser.add_argument("--export-only", action="store_true", help="write what --init holds anew, as with another codec")
+    parser.add_argument(
+        "--export-only", action="store_true", help="write what --init holds anew, as with another codec"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="change entries of the config")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.workers is None:
+        args.workers = 0 if args.device == "cpu" else 6
+    return args
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from .windows import Rest, WindowDecoder
 log = logging.getLogger(__name__)
 
 _TOGETHER = 64  # clips whose features are made at once
+_LOOK_S = 0.02  # nobody says when an engine has nothing more to do, so a rest looks every so many seconds
 _STREAM_BATCHES = (
     1,
     2,
@@ -244,11 +245,19 @@ class CodecService(Background):
                 with self._changed:
                     hurried = self._next_streams(urgent=True)
                     if not hurried:
-                        self._changed.wait(left)
+                        self._changed.wait(min(left, self._until_hurried()))
                 if hurried:
                     self._serve(hurried)
 
         return rest if self._rests(streams) else None
+
+    def _until_hurried(self) -> float:
+        """Seconds until a chunk that is due does not rest, at most ``_LOOK_S``. With ``_changed`` held."""
+        if not self._due:
+            return _LOOK_S
+        begun = min(stream.start_by for stream in self._due)
+        near = min(stream.deadline for stream in self._due) - MARGIN_S
+        return min(max(begun, near) - time.monotonic(), _LOOK_S)
 
     def _rests(self, streams: Sequence[GrowingClip]) -> bool:
         crowded = self._under_way > self._waiting // 2

@@ -246,7 +246,9 @@ class WindowDecoder:
             return
         if self._cuda:
             self._stream.synchronize()
-        rest(time.perf_counter() - self._resting.since)
+        work = time.perf_counter() - self._resting.since
+        with self._rests(None):  # what is decoded meanwhile is in a hurry, its features too
+            rest(work)
         self._resting.since = time.perf_counter()
 
     def _graph_for(self, count: int, length: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor] | None:

@@ -218,6 +218,45 @@ def test_the_first_chunk_of_a_growing_clip_is_made_while_finished_clips_rest():
     np.testing.assert_array_equal(heard.samples["growing"][0], 0.25)
 
 
+def test_a_rest_ends_when_there_is_no_more_need_of_it():
+    """Rests of 5 s: until a first chunk is due, the engine has nothing to do, or the service is closed."""
+    codec, heard = LayeredCodec(layers=5, seconds=0.01), Heard()
+    with CodecService(codec, share=Share(0.002)) as service:
+        codec.begin()
+        future = service.submit(full(512, 32))
+        assert codec.at_work.wait(SECONDS)
+        time.sleep(0.1)  # the first rest has begun
+        begun = time.monotonic()
+        service.open(ChunkSizes(5, 25), heard.of("growing")).push(full(256, 5))
+        heard.wait(1)
+        assert time.monotonic() - begun < 1
+        assert not future.done()
+        service.beside = lambda: False
+        assert len(future.result(SECONDS)) == 32 and time.monotonic() - begun < 2
+        service.beside = lambda: True
+        codec.at_work.clear()
+        future = service.submit(full(512, 32))
+        assert codec.at_work.wait(SECONDS)
+        time.sleep(0.1)
+        begun = time.monotonic()
+    assert future.done() and time.monotonic() - begun < 1
+
+
+def test_the_features_of_a_first_chunk_do_not_rest_either():
+    """Those of a recurrent decoder come from layers too. The share is so small that one rest would be the end of the test."""
+    codec, heard = tiny_codec("dac"), Heard()
+    with CodecService(codec, share=Share(1e-300)) as service:
+        future = service.submit(random_codes(codec, 40, seed=1))
+        time.sleep(0.2)  # it rests behind its first layer
+        codes = random_codes(codec, 60, seed=2)
+        growing = service.open(ChunkSizes(5, 25), heard.of("growing"))
+        growing.push(codes)
+        heard.wait(1)
+        assert not future.done()
+    np.testing.assert_allclose(heard.samples["growing"][0], codec.decode(codes)[: 5 * codec.hop], rtol=0, atol=BOUND)
+    np.testing.assert_allclose(future.result(), codec.decode(random_codes(codec, 40, seed=1)), rtol=0, atol=BOUND)
+
+
 @pytest.mark.parametrize("name", ["dac", "xcodec", "funcodec"])
 def test_rests_change_no_sample(name):
     codec = tiny_codec(name)

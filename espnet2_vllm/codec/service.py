@@ -25,7 +25,7 @@ from .base import Codec
 from .chunks import ChunkSizes, window_lengths
 from .growing import MARGIN_S, GrowingClip, outcome_of
 from .reach import Reach, measure_reach
-from .share import Share
+from .share import SPACE, TIME, Share
 from .torch_codec import TorchCodec
 from .windows import Rest, WindowDecoder
 
@@ -100,6 +100,8 @@ class CodecService(Background):
             self.decoder = WindowDecoder(
                 codec, self.reach, max_frames=max_frames, tf32=tf32, share=self.share, tune=tune
             )
+        for what in self._without_effect(tf32):
+            log.warning("codec: %s", what)
         self.usage = Usage()
         self._room, self._waiting, self._under_way = threading.BoundedSemaphore(waiting), waiting, 0
         self._clips: deque[_Clip] = deque()
@@ -107,6 +109,18 @@ class CodecService(Background):
         self._due: set[GrowingClip] = set()
         self._threads = torch.get_num_threads()  # a new thread would have as many as there are cores
         self._thread.start()
+
+    def _without_effect(self, tf32: bool) -> Iterator[str]:
+        """What was asked for and cannot be had."""
+        if self.decoder is None:
+            if self.share.fraction < 1 or tf32:
+                yield "clips can only be decoded whole, so neither a share of the device nor TF32 has an effect"
+            return
+        kind = self.codec.device.type
+        if kind != "cuda" and self.share.by == SPACE:
+            yield f"share {self.share} has no effect on a {kind}, which is divided by {TIME} only"
+        if kind != "cuda" and tf32:
+            yield f"TF32 has no effect on a {kind}; only GPUs have it"
 
     def _on_close(self) -> None:
         for stream in self._streams:

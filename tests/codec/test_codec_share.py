@@ -295,3 +295,33 @@ def test_a_device_that_cannot_be_divided_is_told(monkeypatch, caplog):
     caplog.clear()
     assert make_stream(torch.device("cuda", 0), Share(0.1)) == ("whole", None)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, []),
+        ({"share": Share(0.1)}, []),
+        (
+            {"share": Share(0.1, "space")},
+            ["codec: share 0.1:space has no effect on a cpu, which is divided by time only"],
+        ),
+        ({"tf32": True}, ["codec: TF32 has no effect on a cpu; only GPUs have it"]),
+    ],
+)
+def test_what_has_no_effect_on_a_cpu_is_told(settings, told, caplog):
+    with caplog.at_level(logging.WARNING), CodecService(LayeredCodec(), **settings):
+        assert caplog.messages == told
+
+
+@pytest.mark.parametrize(("share", "told"), [(Share(), False), (Share(0.1), True)])
+def test_what_has_no_effect_on_a_codec_that_decodes_whole_clips_is_told(share, told, caplog):
+    class Whole:
+        sample_rate, hop, num_codebooks, codebook_size = 50, 1, 1, 8
+
+        def decode_batch(self, clips):
+            return [np.zeros(len(codes), np.float32) for codes in clips]
+
+    with caplog.at_level(logging.WARNING), CodecService(Whole(), share=share) as service:
+        assert len(service.decode([full(1, 7)])[0]) == 7
+    assert ("clips can only be decoded whole" in caplog.text) == told

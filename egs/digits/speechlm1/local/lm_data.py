@@ -48,6 +48,28 @@ def load_corpus(data: Path, codes: Path, units: Path | None = None) -> list[Spok
     return [Spoken(uid, texts[uid], codes, classes.get(uid)) for uid, codes in arrays.items()]
 
 
+def held_out(corpus: Sequence[Spoken], one_in: int) -> tuple[list[Spoken], list[Spoken]]:
+    """Utterances that are only looked at, the first one in so many, and those to be trained on.
+
+    Each part has some of what ``Pool.draw`` is asked for, however few there are. ValueError if there are too few for that.
+    """
+    held, others = list(corpus[: len(corpus) // one_in]), list(corpus[len(corpus) // one_in :])
+    groups = {
+        OWN_VOICE: lambda one: one.speaker == OWN_VOICE,
+        "the voices that are only listened to": lambda one: not one.is_target,
+    }
+    for name, belongs in groups.items():
+        places = [place for place, one in enumerate(others) if belongs(one) and one.kind in _KINDS]
+        if not any(belongs(one) and one.kind in _KINDS for one in held):
+            held += [others.pop(place) for place in places[:1]]
+            del places[:1]
+        if not places:
+            raise ValueError(
+                f"of {len(corpus)} utterances fewer than two are of {name}: make more (--train_utterances of run.sh)"
+            )
+    return held, others
+
+
 class Pool:
     """Utterances by what they are good for; ``limit`` is the most frames that are drawn, in forked processes too."""
 
@@ -227,13 +249,12 @@ def loader(source: torch.utils.data.Dataset, workers: int) -> torch.utils.data.D
 class Batches(torch.utils.data.IterableDataset):
     """Batches without end, in every process that makes them from a seed of its own."""
 
-    def __init__(self, tasks: BagpiperTasks | OpusLMTasks, rows: int, noise: float, seed: int) -> None:
+    def __init__(self, tasks: BagpiperTasks | OpusLMTasks, rows: int, noise: float, seed: str) -> None:
         self._tasks, self._rows, self._noise, self._seed = tasks, rows, noise, seed
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         rng = random.Random(f"{self._seed} {worker.id if worker else 0}")
-        torch.set_num_threads(torch.get_num_threads() if worker is None else 1)
         self._tasks.pool.rng = rng
         for examples in batches(self._tasks.draw, rng, self._rows):
             yield Batch(examples, self._noise, rng.randrange(2**32))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 from lm_align import aligned
-from lm_data import BagpiperTasks, Batches, OpusLMTasks, Pool, grouped, load_corpus, loader
+from lm_data import BagpiperTasks, Batches, OpusLMTasks, Pool, grouped, held_out, load_corpus, loader
 from lm_export import SPEAKER_ROWS, codec_files, export_bagpiper, export_opuslm, opuslm_tokens
 from lm_model import Batch, Losses, Net, backbone_config
 from lm_rows import Example
@@ -167,14 +167,12 @@ class Trainer:
             for one in load_corpus(data, codes, classes)
         ]
         self.rng.shuffle(corpus)
-        held = len(corpus) // _VALID_ONE_IN
-        self.corpus = corpus[held:]
+        held, self.corpus = held_out(corpus, _VALID_ONE_IN)
         text = TextTokenizer(self.tokenizer)
         self.pool = Pool(self.corpus, self.rng)
         valid_rng = random.Random(self.args.seed + 1)
-        valid = self._tasks(text, Pool(corpus[:held], valid_rng), 0.0)
+        valid = self._tasks(text, Pool(held, valid_rng), 0.0)
         self.tasks = self._tasks(text, self.pool, self.config["audio_cfg"])
-        self.batches = Batches(self.tasks, self.batch_rows, self.config["noise"], self.args.seed)
         self.valid = [valid.draw() for _ in range(self.config["valid_examples"])]
 
     def _tasks(self, text: TextTokenizer, pool: Pool, dropout: float) -> BagpiperTasks | OpusLMTasks:
@@ -196,7 +194,10 @@ class Trainer:
                 stream = None
             self.pool.limit = next(limit for start, limit in reversed(self.config["lengths"]) if progress >= start)
             if stream is None:
-                stream = iter(loader(self.batches, self.args.workers))
+                # Of another seed than what was drawn before the alignment, or that would be drawn again.
+                seed = f"{self.args.seed} {step}"
+                source = Batches(self.tasks, self.batch_rows, self.config["noise"], seed)
+                stream = iter(loader(source, self.args.workers))
             batch = next(stream)
             losses = self._step(batch.to(self.args.device), schedule(progress))
             if step % _METERED == 0:

@@ -1,0 +1,128 @@
+"""egs/digits: what the small models are fed while they are trained."""
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_digits_rows import Letters, bagpiper_layout, spoken
+
+LOCAL = Path(__file__).parents[2] / "egs/digits/speechlm1/local"
+SEED = 11
+SHARES = {"text_to_audio": 0.5, "audio_to_text": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recipe():
+    sys.path.insert(0, str(LOCAL))
+    yield
+    sys.path.remove(str(LOCAL))
+
+
+def corpus(counts, seed=SEED):
+    rng = np.random.default_rng(seed)
+    speakers = [speaker for speaker, count in counts.items() for _ in range(count)]
+    return [spoken(f"one {number}", int(rng.integers(5, 60)), rng, who) for number, who in enumerate(speakers)]
+
+
+def tasks_of(utterances):
+    from lm_data import BagpiperTasks, Pool
+
+    return BagpiperTasks(bagpiper_layout(), Letters(), Pool(utterances, random.Random(SEED)), SHARES, 0.1)
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_what_is_held_out_can_be_drawn_from_however_few_there_are(order):
+    from lm_data import held_out
+
+    utterances = corpus({"tts1": 2, "tts2": 30, "asr00": 2})
+    random.Random(order).shuffle(utterances)
+    parts = held_out(utterances, 50)
+    assert Counter(map(id, parts[0] + parts[1])) == Counter(map(id, utterances))
+    for part in parts:
+        tasks = tasks_of(part)
+        assert {tasks.draw().task for _ in range(40)} == set(SHARES)
+
+
+@pytest.mark.parametrize("counts", [{}, {"tts1": 1, "asr00": 9}, {"tts1": 9, "asr00": 1}, {"tts2": 9, "asr00": 9}])
+def test_too_few_utterances_are_told(counts):
+    from lm_data import held_out
+
+    with pytest.raises(ValueError, match=f"of {sum(counts.values())} utterances .*--train_utterances"):
+        held_out(corpus(counts), 50)
+
+
+def test_one_in_so_many_is_held_out():
+    from lm_data import held_out
+
+    utterances = corpus({"tts1": 100, "asr00": 100})
+    random.Random(SEED).shuffle(utterances)
+    held, others = held_out(utterances, 50)
+    assert held[:4] == utterances[:4] and len(held) <= 6 and others[-100:] == utterances[-100:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_a_function_of_the_seed(workers):
+    from lm_data import Batches, loader
+
+    def drawn(seed):
+        found = iter(loader(Batches(tasks_of(corpus({"tts1": 30, "asr00": 30})), 400, 0.1, seed), workers))
+        return [next(found) for _ in range(4)]
+
+    first, again, other = drawn("a"), drawn("a"), drawn("b")
+    for one, same in zip(first, again, strict=True):
+        assert torch.equal(one.noisy, same.noisy) and one.tasks == same.tasks and len(one) <= 400
+    assert any(
+        one.rows.shape != two.rows.shape or not torch.equal(one.rows, two.rows)
+        for one, two in zip(first, other, strict=True)
+    )
+    if workers:
+        assert not torch.equal(first[0].rows, first[1].rows), "every process draws others"
+
+
+def test_noise_is_in_the_codes_of_answers_only_and_not_in_what_is_learnt():
+    from lm_data import Batches
+    from lm_model import Batch
+    from lm_rows import bagpiper_example
+
+    layout, rng = bagpiper_layout(), np.random.default_rng(SEED)
+    answer, question = spoken("hi", 400, rng), spoken("what", 400, rng)
+    messages = [["user", "audio", question], ["assistant", "text", "ho"], ["assistant", "audio", answer]]
+    example = bagpiper_example(layout, Letters(), messages, "dialogue")
+    clean, noisy = Batch([example]), Batch([example], 0.25, SEED)
+    assert torch.equal(clean.rows, clean.noisy) and torch.equal(clean.rows, noisy.rows)
+    changed = (noisy.noisy != noisy.rows)[0].numpy()
+    assert not changed[: example.spoken + 1].any(), "of the prompt and the text of the answer"
+    for stream in range(layout.num_streams):
+        share = changed[example.spoken + 1 :, stream].mean()
+        assert 0.1 < share < 0.25, f"stream {stream}: {share}"  # some ids are replaced by their like
+        assert set(noisy.noisy[0, :, stream].tolist()) <= set(noisy.rows[0, :, stream].tolist())
+    again = next(iter(Batches(tasks_of(corpus({"tts1": 3, "asr00": 3})), 400, 0.0, "a")))
+    assert torch.equal(again.rows, again.noisy)
+
+
+def test_what_has_to_be_predicted_is_found_in_the_row_behind():
+    from lm_model import AUXILIARY, COMING, Batch
+
+    from espnet2_vllm.protocol import AUDIO, MODALITY, TEXT
+
+    tasks = tasks_of(corpus({"tts1": 9, "asr00": 9}))
+    examples = [tasks.draw() for _ in range(6)]
+    batch = Batch(examples)
+    for place, example in enumerate(examples):
+        for phase in (MODALITY, TEXT, AUDIO):
+            rows = [
+                row - 1 for row in range(1, len(example)) if example.targets[row, 0] and example.phases[row] == phase
+            ]
+            assert batch.places[phase][1][batch.places[phase][0] == place].tolist() == rows
+        rows = [row - 1 for row in range(1, len(example)) if example.targets[row, 1:].all()]
+        assert batch.places[AUXILIARY][1][batch.places[AUXILIARY][0] == place].tolist() == rows
+    assert not len(batch.places[COMING][0]), "nothing is aligned yet"
+    spans = [range(start, stop) for _, start, stop, _ in batch.said]
+    for column, (place, span) in enumerate(zip([place for place, *_ in batch.said], spans, strict=True)):
+        rows = batch.stretches[: batch.stretch_lengths[column], column] - place * batch.rows.shape[1]
+        assert rows.tolist() == list(span)
+    assert batch.words.tolist() == [word for *_, words in batch.said for word in words]

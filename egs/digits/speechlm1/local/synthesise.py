@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory", type=Path, help="where train/ and test/ are made")
     parser.add_argument("--train", type=int, default=200000, help="training utterances")
-    parser.add_argument("--test", type=int, default=1200, help="test utterances, half of them digit strings")
+    parser.add_argument("--test", type=int, default=1400, help="test utterances, half of them digit strings")
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args()

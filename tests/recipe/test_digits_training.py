@@ -126,3 +126,26 @@ def test_what_has_to_be_predicted_is_found_in_the_row_behind():
         rows = batch.stretches[: batch.stretch_lengths[column], column] - place * batch.rows.shape[1]
         assert rows.tolist() == list(span)
     assert batch.words.tolist() == [word for *_, words in batch.said for word in words]
+
+
+def test_a_stage_that_lacks_what_another_one_makes_says_so(tmp_path):
+    from codec_of import codec_files
+
+    with pytest.raises(ValueError, match=r"has 0 files \*epoch.pth, expected one: stage codec"):
+        codec_files(tmp_path)
+    (tmp_path / "3epoch.pth").touch()
+    assert codec_files(tmp_path) == (tmp_path / "config.yaml", tmp_path / "3epoch.pth")
+
+
+@pytest.mark.parametrize("options", [["--train", "16"], ["--test", "0"], ["--jobs", "0"], ["--jobs", "many"]])
+def test_numbers_that_make_no_data_are_usage_errors(options, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("espeakng_loader")
+    pytest.importorskip("soxr")
+    import synthesise
+
+    monkeypatch.setattr(sys, "argv", ["synthesise.py", str(tmp_path / "data"), *options])
+    with pytest.raises(SystemExit) as ended:
+        synthesise.main()
+    assert ended.value.code == 2 and f"argument {options[0]}: " in capsys.readouterr().err
+    kinds = {one.uid.split("-")[1] for one in synthesise.plan(17, synthesise._SHARES, test=False, seed=SEED)}
+    assert kinds == set(synthesise._SHARES), "of every kind one"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from codec_of import codec_files
 from lm_model import Net
 from transformers import PretrainedConfig
 
@@ -31,12 +32,6 @@ _SPECIALS = {
 _SUFFIXES = {0: "{}", 32: "<{}_start/end>", 64: "<{}_task>"}
 _NUM_SPECIALS = 256
 SPEAKER_ROWS = 30  # of a speaker prompt
-
-
-def codec_files(codec: Path) -> tuple[Path, Path]:
-    """(config.yaml, its only epoch)."""
-    (weights,) = codec.glob("*epoch.pth")
-    return codec / "config.yaml", weights
 
 
 def opuslm_special_names() -> list[str]:

@@ -19,6 +19,8 @@ import kaldiio
 import numpy as np
 import torch
 
+from espnet2_vllm.bin.options import at_least
+
 SAMPLE_RATE, HOP, WINDOW, MELS = 16000, 320, 512, 40
 _FLOOR = 1e-5
 _ROUNDS = 12
@@ -115,7 +117,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=64, help="how many")
     parser.add_argument("--frames", type=int, default=100_000, help="frames that the centres are fitted to")
     parser.add_argument("--seed", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--jobs", type=at_least(1), default=os.cpu_count(), help="processes")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(args.seed)

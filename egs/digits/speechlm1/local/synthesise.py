@@ -19,6 +19,8 @@ import numpy as np
 from espeak import SAMPLE_RATE, Espeak, Voice
 from texts import answer, draw
 
+from espnet2_vllm.bin.options import at_least
+
 TTS_VOICES = {
     "tts1": Voice("en-us+f2", rate=145),
     "tts2": Voice("en-us+f5", rate=150),
@@ -57,6 +59,7 @@ _SHARES = {
     "command": 6,
     "question": 20,
 }  # of the training utterances, in percent
+_FEWEST = 100 // min(_SHARES.values()) + 1  # utterances of which there is one of every kind
 _TTS_SHARE = 0.5  # of the utterances of every kind
 _ANSWERING = "tts1"
 
@@ -132,10 +135,12 @@ def synthesise(planned: list[Utterance], directory: Path, jobs: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory", type=Path, help="where train/ and test/ are made")
-    parser.add_argument("--train", type=int, default=200000, help="training utterances")
-    parser.add_argument("--test", type=int, default=1400, help="test utterances, half of them digit strings")
+    parser.add_argument("--train", type=at_least(_FEWEST), default=200000, help="training utterances")
+    parser.add_argument(
+        "--test", type=at_least(_FEWEST), default=1400, help="test utterances, half of them digit strings"
+    )
     parser.add_argument("--seed", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--jobs", type=at_least(1), default=os.cpu_count(), help="processes")
     args = parser.parse_args()
     train = plan(args.train, _SHARES, test=False, seed=args.seed)
     test = plan(args.test, _SHARES, test=True, seed=args.seed)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import yaml
+from codec_of import codec_files
 from lm_align import aligned
 from lm_data import BagpiperTasks, Batches, OpusLMTasks, Pool, grouped, held_out, load_corpus, loader
-from lm_export import SPEAKER_ROWS, codec_files, export_bagpiper, export_opuslm, opuslm_tokens
+from lm_export import SPEAKER_ROWS, export_bagpiper, export_opuslm, opuslm_tokens
 from lm_model import Batch, Losses, Net, backbone_config
 from lm_rows import Example
 from lm_tokenizer import make_tokenizer

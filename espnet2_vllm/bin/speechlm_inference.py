@@ -160,7 +160,7 @@ def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig
     overrides = {name: getattr(args, name) for name in _DECODING if name in given and getattr(args, name) is not None}
     if args.config is None:
         overrides.setdefault("search_algo", args.search_algo)
-    config = load_decoding(source, "opuslm", overrides=overrides)
+    config = load_decoding(source, "opuslm", overrides=overrides, label="command line")
     if config.dialect != "flat":
         raise ConfigError(
             f"{config.source}: has a block a modality, which espnet2_vllm.bin.speechlm_inference_chat takes; here search_algo, "

@@ -186,7 +186,7 @@ def test_top_p_is_drawn_alike_by_both_command_lines_and_none_of_it_is_greedy(mod
             "beam_search, which is not supported: ESPnet has it for models of one stream",
         ),
         (["--fixed_length", "true"], f"fixed_length: task {ASR} has no fixed_length_key"),
-        (["--search_algo", "topp_sampling", "--top_p", "1.5"], "top_p"),
+        (["--search_algo", "topp_sampling", "--top_p", "1.5"], "top_p: is 1.5; expected a number from 0 to 1"),
         (["--run_asr", "true"], "run_asr"),
         (["--inference_nq", "4"], "inference_nq"),
         (["--data_path_and_name_and_type", "x/data.json,_,dataset_json"], "given 2 times; expected one data.json"),
@@ -198,6 +198,14 @@ def test_top_p_is_drawn_alike_by_both_command_lines_and_none_of_it_is_greedy(mod
 def test_what_cannot_be_used_is_said(model, tmp_path, caplog, more, message):
     assert run(model, ASR, ["u00"], tmp_path / "out", *more) == 2
     assert message in caplog.text
+
+
+@pytest.mark.parametrize("value", ["nan", "1.5", "-0.1", "inf"])
+def test_without_a_yaml_it_is_the_command_line_that_is_wrong(model, tmp_path, caplog, value):
+    assert (
+        run(model, ASR, ["u00"], tmp_path / "out", "--search_algo", "topp_sampling", f"--top_p={value}", config="") == 2
+    )
+    assert f"command line (overridden): top_p: is {value}; expected a number from 0 to 1" in caplog.text
 
 
 def test_dialogues_are_for_the_chat_command(model, tmp_path, caplog):

@@ -5,14 +5,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
+
+class _Flags(NamedTuple):
+    """torch's older switch (None: it does not say, which it refuses where the newer ones differ), its newer ones, and tuning."""
+
+    tf32: bool | None
+    convolution: str
+    recurrent: str
+    tune: bool
+
+
 _lock = threading.Lock()
-_inside: list[tuple[bool, bool]] = []  # what those who are inside asked for
-_before: list[tuple[bool, bool]] = []  # what there was when nobody was
+_inside: list[_Flags] = []  # what those who are inside asked for
+_before: list[_Flags] = []  # what there was when nobody was
 
 
 @contextlib.contextmanager
@@ -28,7 +38,8 @@ def convolutions(device: torch.device, *, tf32: bool = False, tune: bool = False
     if device.type != "cuda":
         yield
         return
-    mine = tf32, tune
+    precision = "tf32" if tf32 else "ieee"
+    mine = _Flags(tf32, precision, precision, tune)
     with _lock:
         if not _inside:
             _before[:] = [_flags()]
@@ -42,13 +53,20 @@ def convolutions(device: torch.device, *, tf32: bool = False, tune: bool = False
             _set_flags(_inside[-1] if _inside else _before[0])
 
 
-def _flags() -> tuple[bool, bool]:
+def _flags() -> _Flags:
     from torch.backends import cudnn
 
-    return cudnn.allow_tf32, cudnn.benchmark
+    try:
+        tf32 = cudnn.allow_tf32
+    except RuntimeError:
+        tf32 = None
+    return _Flags(tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark)
 
 
-def _set_flags(flags: tuple[bool, bool]) -> None:
+def _set_flags(flags: _Flags) -> None:
     from torch.backends import cudnn
 
-    cudnn.allow_tf32, cudnn.benchmark = flags
+    if flags.tf32 is not None:
+        cudnn.allow_tf32 = flags.tf32  # before the others, which it sets to "tf32" or to what holds for all of torch
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags.convolution, flags.recurrent
+    cudnn.benchmark = flags.tune

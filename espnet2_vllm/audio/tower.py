@@ -130,7 +130,7 @@ class AudioTower:
             for rows in (self.listening.rows_of_frames(len(mel)) for mel in features)
             for start in range(0, rows, window)
         ]
-        self._windows.set(lengths, self.device, self.device.type == "cuda" and self.dtype != torch.float32)
+        self._windows.set(lengths, self.device, _has_flash_attention(self.device, self.dtype))
         for layer in tower.layers:
             hidden = layer(hidden, None)[0]
         return hidden
@@ -169,11 +169,17 @@ class _Clip:
         return isinstance(other, _Clip) and self.width == other.width and np.array_equal(self.wav, other.wav)
 
 
+def _has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """It is for numbers of 16 bits, on GPUs from Ampere on."""
+    halves = (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and dtype in halves and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 class _Windows:
     """Which rows attend to one another: windows of one clip each, as flash attention's ``cu_seqlens`` has them."""
 
     def set(self, lengths: Sequence[int], device: torch.device, packed: bool) -> None:
-        """``packed``: for flash attention, which only GPUs have, and not for float32; otherwise side by side, filled up."""
+        """``packed``: for flash attention; otherwise side by side, filled up."""
         counts, width = np.asarray(lengths), max(lengths)
         self.packed, self.width = packed, width
         if packed:

@@ -8,7 +8,7 @@ import torch
 from conftest import golden_files
 from transformers import WhisperFeatureExtractor
 
-from espnet2_vllm.audio.tower import AudioTower
+from espnet2_vllm.audio.tower import AudioTower, _has_flash_attention
 from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.errors import CheckpointError
 
@@ -129,6 +129,22 @@ def test_bfloat16_is_the_models_dtype():
     ((a,),), ((b,),) = half.encode(sound), full.encode(sound)
     assert a.dtype == torch.bfloat16
     assert (a.float() - b).abs().max() < 0.05 * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "packed"),
+    [
+        ("cuda", "bfloat16", (9, 0), True),
+        ("cuda", "float16", (8, 0), True),
+        ("cuda", "float16", (7, 5), False),
+        ("cuda", "float32", (9, 0), False),
+        ("cuda", "float64", (9, 0), False),
+        ("cpu", "bfloat16", (9, 0), False),
+    ],
+)
+def test_windows_are_packed_where_flash_attention_takes_them(device, dtype, capability, packed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert _has_flash_attention(torch.device(device), getattr(torch, dtype)) == packed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

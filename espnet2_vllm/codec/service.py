@@ -47,7 +47,7 @@ _STREAM_BATCHES = (
 
 @dataclass
 class Usage:
-    """What the service has done: clips, seconds of sound, seconds at work, chunks of growing clips, failures."""
+    """What the service has done: clips, seconds of sound, seconds at work (rests are none), chunks of growing clips, failures."""
 
     clips: int = 0
     sound_s: float = 0.0
@@ -102,7 +102,7 @@ class CodecService(Background):
             )
         for what in self._without_effect(tf32):
             log.warning("codec: %s", what)
-        self.usage = Usage()
+        self.usage, self._rested = Usage(), 0.0
         self._room, self._waiting, self._under_way = threading.BoundedSemaphore(waiting), waiting, 0
         self._clips: deque[_Clip] = deque()
         self._streams: set[GrowingClip] = set()
@@ -215,12 +215,12 @@ class CodecService(Background):
                     return
                 if not streams and work is None and self._clips:
                     work = self._decode([self._clips.popleft() for _ in range(min(_TOGETHER, len(self._clips)))])
-            began = time.monotonic()
+            began, self._rested = time.monotonic(), 0.0
             if streams:
                 self._serve(streams)
             elif work is not None and next(work, self) is self:
                 work = None
-            self.usage.busy_s += time.monotonic() - began
+            self.usage.busy_s += time.monotonic() - began - self._rested
 
     def _next_streams(self, *, urgent: bool = False) -> list[GrowingClip]:
         """Growing clips whose chunks are made together now, if it is time for one; they are at work then. With ``_changed`` held.
@@ -259,7 +259,9 @@ class CodecService(Background):
                 with self._changed:
                     hurried = self._next_streams(urgent=True)
                     if not hurried:
+                        begun = time.monotonic()
                         self._changed.wait(min(left, self._until_hurried()))
+                        self._rested += time.monotonic() - begun
                 if hurried:
                     self._serve(hurried)
 

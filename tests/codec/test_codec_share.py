@@ -193,6 +193,7 @@ def test_the_codec_rests_so_that_it_has_its_share_while_the_engine_is_at_work():
     assert 0.05 <= alone < 0.2
     assert beside >= 5 * 0.05
     assert whole < beside / 2
+    assert 0.15 <= service.usage.busy_s < alone + beside / 2 + whole, "rests are no work"
 
 
 def test_a_codec_that_has_much_to_do_does_not_rest():

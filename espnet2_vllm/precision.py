@@ -29,7 +29,8 @@ _before: list[_Flags] = []  # what there was when nobody was
 def convolutions(device: torch.device, *, tf32: bool = False, tune: bool = False) -> Iterator[None]:
     """Inside they are in float32, which torch would round to ten bits of mantissa on a GPU if it were not told.
 
-    Threads that are inside at once and ask for the same get it until the last one leaves.
+    Threads that are inside at once and ask for the same get it until the last one leaves; of those that do not, all get what the
+    last one to come asked for.
 
     Args:
         tf32: round.

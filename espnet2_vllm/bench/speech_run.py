@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,29 +58,14 @@ def run_speech(
     with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as folder:
         scratch = Path(folder)
         checkpoint = geometry.open(scratch)
-        started: list[tuple[dict[str, Any], Any, CodecService, SpeechSettings]] = []
-        codecs: dict[str, TorchCodec] = {}
-        taken = 0
-        for name, rounded, tuned, (own, tried) in itertools.product(names, tf32, tune, _kinds(shares)):
-            entry = {"codec": name, "model": geometry.name, "dtype": dtype, "tf32": rounded, "tuned": tuned}
-            entry["share"] = str(own)
-            # The device goes from one process to the other as a whole.
-            entry["engine_process"] = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
-            entries.append(entry)
-            try:
-                begun = time.monotonic()
-                if name not in codecs:
-                    codecs[name] = make_codec(name, checkpoint, device)
-                codec = codecs[name]
-                service = CodecService(codec, waiting=1024, tf32=rounded, tune=tuned, share=own)
-                taken = max(service.prepare(settings.sizes), taken)
-                entry["start_s"] = time.monotonic() - begun
-            except (SpeechLMError, RuntimeError) as error:
-                log.error("%s: %s", name, error, exc_info=True)
-                entry["error"] = str(error)
-                continue
-            entry |= _described(service, taken)
-            started.append((entry, codec, service, replace(settings, shares=tried)))
+        started, taken = [], 0
+        codecs = functools.cache(lambda name: make_codec(name, checkpoint, device))
+        for name, *how in itertools.product(names, tf32, tune, _kinds(shares)):
+            entries.append({"codec": name, "model": geometry.name, "dtype": dtype})
+            one = _start(entries[-1], lambda name=name: codecs(name), settings, *how)
+            if one is not None:
+                started.append(one)
+                taken = max(entries[-1]["device_bytes"], taken)
         if not started:
             raise ConfigError(f"none of the codecs {', '.join(names)} could be started")
         total = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else 0
@@ -89,12 +75,38 @@ def run_speech(
         report["engine_start_s"] = time.monotonic() - begun
         log.info("engine started in %.0f s", report["engine_start_s"])
         try:
-            for entry, codec, service, its in started:
-                _measure(SpeechBench(engine, codec, service, its, scratch), entry, report, json)
+            for entry, service, its in started:
+                _measure(SpeechBench(engine, service.codec, service, its, scratch), entry, report, json)
                 service.close()
         finally:
             engine.close()
     return not any("error" in entry for entry in entries)
+
+
+def _start(
+    entry: dict[str, Any],
+    make: Callable[[], TorchCodec],
+    settings: SpeechSettings,
+    tf32: bool,
+    tune: bool,
+    shares: tuple[Share, tuple[Share, ...]],
+) -> tuple[dict[str, Any], CodecService, SpeechSettings] | None:
+    """``entry`` of the report, a codec at work, and what is measured of it; None if it cannot be made, as the entry says then."""
+    own, tried = shares
+    # The device goes from one process to the other as a whole.
+    elsewhere = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
+    entry |= {"tf32": tf32, "tuned": tune, "share": str(own), "engine_process": elsewhere}
+    try:
+        begun = time.monotonic()
+        service = CodecService(make(), waiting=1024, tf32=tf32, tune=tune, share=own)
+        taken = service.prepare(settings.sizes)
+        entry["start_s"] = time.monotonic() - begun
+    except (SpeechLMError, RuntimeError) as error:
+        log.error("%s: %s", entry["codec"], error, exc_info=True)
+        entry["error"] = str(error)
+        return None
+    entry |= _described(service, taken)
+    return entry, service, replace(settings, shares=tried)
 
 
 def _kinds(shares: Sequence[Share]) -> list[tuple[Share, tuple[Share, ...]]]:

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ def recipe():
 def corpus(counts, seed=SEED):
     rng = np.random.default_rng(seed)
     speakers = [speaker for speaker, count in counts.items() for _ in range(count)]
-    return [spoken(f"one {number}", int(rng.integers(5, 60)), rng, who) for number, who in enumerate(speakers)]
+    made = [spoken(f"one {number}", int(rng.integers(5, 60)), rng, who) for number, who in enumerate(speakers)]
+    return [replace(one, uid=f"{one.speaker}-digits-{number:05d}") for number, one in enumerate(made)]
 
 
 def tasks_of(utterances):
@@ -149,3 +151,39 @@ def test_numbers_that_make_no_data_are_usage_errors(options, tmp_path, monkeypat
     assert ended.value.code == 2 and f"argument {options[0]}: " in capsys.readouterr().err
     kinds = {one.uid.split("-")[1] for one in synthesise.plan(17, synthesise._SHARES, test=False, seed=SEED)}
     assert kinds == set(synthesise._SHARES), "of every kind one"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_words_end_where_they_are_read_off_and_mistakes_are_left_alone(workers):
+    """A network that reads a word in every other row, the last one three rows before the end, and hears one utterance wrong."""
+    from lm_align import aligned
+    from lm_model import Batch
+
+    utterances = [one for one in corpus({"tts1": 12, "tts2": 8, "asr00": 4}) if len(one.codes) > 3 + 2 * len(one.text)]
+    tasks = tasks_of(utterances)
+    blank, wrong, read = tasks.layout.text.size, utterances[3], {}
+    for one in utterances:
+        example = tasks.heard(one)
+        ((_, start, stop, words),) = Batch([example]).said
+        ends = tuple(range(stop - start - 3 - 2 * len(words), stop - start - 3, 2))
+        read[one.uid] = example.rows, start, ends, [words[0] + (one is wrong), *words[1:]]
+
+    class Reader:
+        layout, emb = tasks.layout, torch.nn.Embedding(1, 1)
+
+        def read(self, rows):
+            logits = torch.nn.functional.one_hot(torch.full(rows.shape[:2], blank), blank + 1)
+            for place, row in enumerate(rows.numpy()):
+                ((start, ends, words),) = [
+                    (start, ends, words)
+                    for known, start, ends, words in read.values()
+                    if np.array_equal(row[: len(known)], known) and not row[len(known) :].any()
+                ]
+                logits[place, start + np.array(ends), words] = 2
+            return logits
+
+    found = aligned(Reader(), utterances, tasks.heard, 500, workers)
+    for one, given in zip(found, utterances, strict=True):
+        assert one.uid == given.uid
+        assert one.ends == (read[one.uid][2] if given.is_target and given is not wrong else None), one.uid
+    assert 5 < sum(one.ends is not None for one in found) < len(found) - 1

@@ -187,3 +187,31 @@ def test_words_end_where_they_are_read_off_and_mistakes_are_left_alone(workers):
         assert one.uid == given.uid
         assert one.ends == (read[one.uid][2] if given.is_target and given is not wrong else None), one.uid
     assert 5 < sum(one.ends is not None for one in found) < len(found) - 1
+
+
+def test_codes_and_units_of_a_set_are_those_of_each_recording_in_file_order(tmp_path):
+    """By processes, by batches of one length, more processes than recordings."""
+    kaldiio = pytest.importorskip("kaldiio")
+    from clips import Clips
+    from dump_codes import dump
+    from logmel_units import units_in, units_of
+
+    class Codec:
+        hop = 320
+
+        def encode_batch(self, wavs):
+            assert len({len(wav) // self.hop for wav in wavs}) == 1, "filled up, the last frames would get other codes"
+            return [np.rint(wav[:: self.hop][:, None] * 32768).astype(np.int64) for wav in wavs]
+
+    rng = np.random.default_rng(SEED)
+    wavs = {f"u{n}": rng.integers(-9000, 9000, 320 * frames).astype(np.int16) for n, frames in enumerate((40, 31, 40))}
+    with kaldiio.WriteHelper(f"ark,scp:{tmp_path}/wav.ark,{tmp_path}/wav.scp") as writer:
+        for uid in ("u2", "u0", "u1"):
+            writer(uid, (16000, wavs[uid]))
+    codes = dump(Codec(), Clips(tmp_path))
+    centres = torch.randn(5, 40, generator=torch.Generator().manual_seed(SEED))
+    units = units_in(tmp_path, centres, 4)
+    assert list(codes) == list(units) == ["u2", "u0", "u1"]
+    for uid, wav in wavs.items():
+        np.testing.assert_array_equal(codes[uid][:, 0], wav[::320])
+        np.testing.assert_array_equal(units[uid], units_of(wav, centres))

@@ -215,3 +215,13 @@ def test_codes_and_units_of_a_set_are_those_of_each_recording_in_file_order(tmp_
     for uid, wav in wavs.items():
         np.testing.assert_array_equal(codes[uid][:, 0], wav[::320])
         np.testing.assert_array_equal(units[uid], units_of(wav, centres))
+
+
+def test_an_export_of_nothing_is_refused(monkeypatch, capsys):
+    import train_speechlm
+
+    words = ["--config", "c", "--data", "d", "--codes", "e", "--codec", "f", "--out", "g", "--export-only"]
+    monkeypatch.setattr(sys, "argv", ["train_speechlm.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        train_speechlm.main()
+    assert "--export-only: nothing is said to be exported; give --init" in capsys.readouterr().err

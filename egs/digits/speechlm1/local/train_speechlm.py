@@ -123,6 +123,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="change entries of the config")
     args = parser.parse_args()
+    if args.export_only and args.init is None:
+        parser.error("--export-only: nothing is said to be exported; give --init")
     if args.workers is None:
         args.workers = 0 if args.device == "cpu" else 6
     return args

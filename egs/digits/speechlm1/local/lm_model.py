@@ -185,7 +185,7 @@ class Batch:
     """Examples side by side, filled up to the longest with empty rows; made on a processor, in a process of its own if need be.
 
     Attributes:
-        rows: [B, T, S] ids; ``noisy`` is what the model is fed: some codes of answers are others of the same book there.
+        rows: [B, T, S] ids; ``noisy`` is what the model is fed: some ids of spoken answers are others of the same stream there.
         coming: [B, T] tokens, or NOTHING.
         places: by phase (AUXILIARY: of the other streams; COMING): the (example, row) pairs whose next row has to be predicted.
         stretches: [longest, N] indices into all rows of the stretches of speech; with ``words`` [sum] and their lengths.

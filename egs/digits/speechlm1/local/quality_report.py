@@ -53,19 +53,20 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    figure, axes = pyplot.subplots(figsize=(7, 5))
     for (backend, search, judge), points in sorted(curves.items()):
         points = sorted(points, key=lambda point: point["scale"])
         rates = [point["wer"] for point in points]
         low = [point["wer"] - point["low"] for point in points]
         high = [point["high"] - point["wer"] for point in points]
         scales = [point["scale"] for point in points]
-        axes.errorbar(
-            scales, rates, yerr=[low, high], marker="o", capsize=3, label=f"{backend}, {search}, heard by {judge}"
-        )
+        # The backends may lie on one another.
+        style = {"marker": "x", "linestyle": ":", "zorder": 3} if backend == "pytorch" else {"marker": "o"}
+        label = f"{backend}, {search}, heard by {judge}"
+        axes.errorbar(scales, rates, yerr=[low, high], capsize=3, label=label, **style)
     axes.set(xlabel="scale of guidance (cfg; 1 is none)", ylabel="WER of spoken digits, %", ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

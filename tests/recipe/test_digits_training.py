@@ -225,3 +225,13 @@ def test_an_export_of_nothing_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         train_speechlm.main()
     assert "--export-only: nothing is said to be exported; give --init" in capsys.readouterr().err
+
+
+def test_the_opuslm_model_without_units_is_refused(monkeypatch):
+    import train_speechlm
+
+    config = LOCAL.parent / "conf" / "train_opuslm.yaml"
+    command = ["x", "--config", str(config), "--data", "d", "--codes", "c", "--codec", "k", "--out", "o"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"train_opuslm\.yaml .* give --units"):
+        train_speechlm.main()

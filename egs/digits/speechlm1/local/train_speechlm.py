@@ -134,6 +134,10 @@ def main() -> None:
     args = parse_arguments()
     config = yaml.safe_load(args.config.read_text(encoding="utf-8"))
     config |= {key: yaml.safe_load(value) for key, value in (entry.split("=", 1) for entry in args.set)}
+    if config["family"] == "opuslm" and not args.units:
+        raise SystemExit(
+            f"{args.config} is of an OpusLM model, whose first stream are units; give --units (local/logmel_units.py)"
+        )
     torch.set_num_threads(args.threads)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(args.seed)
@@ -156,7 +160,8 @@ class Trainer:
             state = torch.load(args.init, map_location=args.device, weights_only=True)
             self.net.load_state_dict(state, strict=False)
         self.aligned = False
-        self.batch_rows = config["batch_rows"]["cpu" if args.device == "cpu" else "gpu"]
+        rows = config["batch_rows"]
+        self.batch_rows = rows if isinstance(rows, int) else rows["cpu" if args.device == "cpu" else "gpu"]
         self.optimisers = optimisers(self.net, config["rate"], config["matrix_rate"])
         self._read()
         counts = {name: sum(p.numel() for p in part.parameters()) for name, part in self.net.named_children()}

@@ -312,7 +312,9 @@ def test_a_device_that_cannot_be_divided_is_told(monkeypatch, caplog):
 )
 def test_what_has_no_effect_on_a_cpu_is_told(settings, told, caplog):
     with caplog.at_level(logging.WARNING), CodecService(LayeredCodec(), **settings):
-        assert caplog.messages == told
+        # Others in this process, as vLLM, have their say too.
+        said = [record.getMessage() for record in caplog.records if record.name.startswith("espnet2_vllm")]
+    assert said == told
 
 
 @pytest.mark.parametrize(("share", "told"), [(Share(), False), (Share(0.1), True)])

@@ -217,7 +217,6 @@ class Streamer:
         from .codec.chunks import ChunkSizes
 
         self.engine, self.service, self.sizes = engine, service, sizes or ChunkSizes()
-        service.beside = lambda: engine.engine.unfinished > 0
         layout = engine.engine.layout
         # Rows that the engine hands out at a time: when a chunk can be made of them, and not before.
         self.rows = rows_until(layout, service.frames_until_first(self.sizes)), self.sizes.then

@@ -6,6 +6,7 @@ of this package are dense, so engines need not know of each other, and this is a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -131,12 +132,10 @@ class EngineProcess:
     def end(self, grace: float = _GRACE) -> None:
         """Waits ``grace`` seconds for the process to end, and kills it otherwise. What it still says is dropped."""
         until = time.monotonic() + grace
-        try:
-            # It cannot read an order while it waits to be heard.
+        # It cannot read an order while it waits to be heard. Once it has closed its end, it is about to go.
+        with contextlib.suppress(EOFError, OSError):
             while not self.connection.closed and self.connection.poll(max(until - time.monotonic(), 0)):
                 self.connection.recv_bytes()
-        except (EOFError, OSError):
-            pass  # it has closed its end, and is about to go
         try:
             self.process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:

@@ -195,18 +195,17 @@ class SpeechBench:
         self.layout: Layout = engine.layout
         self.scratch = scratch
         self._rng = np.random.default_rng(settings.seed)
-        self._clip_s = 0.0  # seconds that a clip takes among many
         service.beside = lambda: engine.unfinished > 0
 
     def figures(self) -> Iterator[tuple[str, Any]]:
         """Name and content of each part of the report, as they are measured."""
         settings = self.settings
         found = codec_figures(self.codec, self.service, settings)
-        self._clip_s = found["together_s"] / _BURST
+        clip_s = found["together_s"] / found["together"]
         yield "codec", found
         if self.service.share.by == TIME:
             yield "memory", memory_figures(self.codec, self.service, settings)
-        for share, figures in self.stalls():
+        for share, figures in self.stalls(clip_s):
             yield _named("stall", share), figures
         for count in settings.in_flight if self.service.share.by == TIME else settings.in_flight[-1:]:
             if count > 1:
@@ -239,8 +238,11 @@ class SpeechBench:
         return Utterance(key, (Given(rows[:-1], name), Wanted(rows[-1:], wanted)))
 
     # -- steps ----------------------------------------------------------------------------------------------------
-    def stalls(self) -> Iterator[tuple[Share, dict[str, Any]]]:
-        """Step times with nothing beside the engine, and while finished clips are decoded with each share of the device."""
+    def stalls(self, clip_s: float) -> Iterator[tuple[Share, dict[str, Any]]]:
+        """Step times with nothing beside the engine, and while finished clips are decoded with each share of the device.
+
+        ``clip_s``: seconds that a clip takes among many.
+        """
         settings, steps = self.settings, self.engine.steps
         count = max(settings.in_flight)
         config = self._config(min(self.engine.max_rows, _LONG) - settings.prompt - self.layout.num_streams - 8)
@@ -270,17 +272,17 @@ class SpeechBench:
                 begin(place)
             self._wait(len(steps) + _SETTLE + count * settings.prompt // 2048)
             for share in settings.shares:
-                yield share, {"in_flight": count, **self._stall(share)}
+                yield share, {"in_flight": count, **self._stall(share, clip_s)}
             over.set()
             for task in tasks.values():
                 thread.stop(task)
 
-    def _stall(self, share: Share) -> dict[str, Any]:
+    def _stall(self, share: Share, clip_s: float) -> dict[str, Any]:
         """The engine is at work."""
         settings, steps = self.settings, self.engine.steps
         count, bursts, alone = _BURST, settings.bursts, settings.steps
         if share.fraction < 1:
-            clip_s = self._clip_s / (share.fraction if share.rests else 1)  # the latter was measured with its share
+            clip_s /= share.fraction if share.rests else 1  # the latter was measured with its share
             count, bursts = min(max(int(_BESIDE_S / clip_s), 2), _BURST), 1
             alone = max(alone // 2, 1)
         frames = max(round(settings.clip_seconds * self.codec.sample_rate / self.codec.hop), 2)

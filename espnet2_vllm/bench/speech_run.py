@@ -58,16 +58,15 @@ def run_speech(
     with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as folder:
         scratch = Path(folder)
         checkpoint = geometry.open(scratch)
-        started, taken = [], 0
         codecs = functools.cache(lambda name: make_codec(name, checkpoint, device))
+        started = []
         for name, *how in itertools.product(names, tf32, tune, _kinds(shares)):
             entries.append({"codec": name, "model": geometry.name, "dtype": dtype})
-            one = _start(entries[-1], lambda name=name: codecs(name), settings, *how)
-            if one is not None:
-                started.append(one)
-                taken = max(entries[-1]["device_bytes"], taken)
+            started.append(_start(entries[-1], lambda name=name: codecs(name), settings, *how))
+        started = [one for one in started if one is not None]
         if not started:
             raise ConfigError(f"none of the codecs {', '.join(names)} could be started")
+        taken = max(entry.get("device_bytes", 0) for entry in entries)
         total = torch.cuda.get_device_properties(device).total_memory if device != "cpu" else 0
         random = {"load_format": "dummy"} if geometry.path is None else {}
         begun = time.monotonic()

@@ -45,6 +45,7 @@ def get_parser() -> argparse.ArgumentParser:
         help="bagpiper-8b, opuslm-7b, opuslm-dialogue-1.7b (random weights, no download), or a converted directory",
     )
     _add_load_options(parser)
+    _add_codec_options(parser)
     group = parser.add_argument_group("engine")
     option = option_adder(group)
     option("dtype", choices=DTYPES, default="bfloat16", help="Of weights and activations, in all systems")
@@ -77,6 +78,11 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     option("pytorch_rows", type=at_least(1), default=64, help="Rows of the one request that times the pytorch backend")
     option("repeat", type=at_least(1), default=1, help="Runs of each load, of which the median counts")
     option("seed", type=at_least(0), default=0, help="Of prompts and sampling")
+    option("profile", action="store_true", help="Show where a decode step goes: host parts and kernels of each load")
+
+
+def _add_codec_options(parser: argparse.ArgumentParser) -> None:
+    option = option_adder(parser.add_argument_group("codec"))
     option(
         "codec",
         type=list_of(str),
@@ -85,24 +91,12 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         help="Measure these codecs beside this engine instead: dac-large, xcodec (released geometries, random weights), dac-tiny, "
         "xcodec-tiny, own (the converted directory's)",
     )
-    option(
-        "codec_tf32",
-        type=list_of(flag),
-        nargs="?",
-        const=[True],
-        default="false",
-        metavar="LIST",
-        help="Codecs on a GPU multiply in TF32: faster, and less exact; false,true measures both",
-    )
-    option(
-        "codec_tune",
-        type=list_of(flag),
-        nargs="?",
-        const=[True],
-        default="false",
-        metavar="LIST",
-        help="Try cuDNN's algorithms when a codec starts, and take the fastest; false,true measures both",
-    )
+    both = {"type": list_of(flag), "nargs": "?", "const": [True], "default": "false", "metavar": "LIST"}
+    for name, what in (
+        ("codec_tf32", "Codecs on a GPU multiply in TF32: faster, and less exact"),
+        ("codec_tune", "Try cuDNN's algorithms when a codec starts, and take the fastest"),
+    ):
+        option(name, **both, help=f"{what}; false,true measures both")
     option(
         "codec_share",
         type=list_of(codec_share),
@@ -112,7 +106,6 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "green context of so many multiprocessors), 1 (the whole device)",
     )
     option("clips", type=at_least(5), default=2000, help="Decoded by each codec to see whether memory grows")
-    option("profile", action="store_true", help="Show where a decode step goes: host parts and kernels of each load")
 
 
 def option_adder(group: Any) -> Callable[..., None]:

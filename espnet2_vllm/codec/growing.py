@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _UNLIMITED = Reach(0, 0)
 _FIRST_S = (
-    0.002  # seconds that a first chunk waits for those of other clips, which become due in the same step of the engine
+    0.002  # seconds that a first chunk waits for those of others, which become due in the same step of the engine
 )
 _NEXT_S = 0.1  # the same for later chunks, ...
 MARGIN_S = 0.3  # ... unless no more than so many seconds are left to be heard

@@ -33,16 +33,7 @@ log = logging.getLogger(__name__)
 
 _TOGETHER = 64  # clips whose features are made at once
 _LOOK_S = 0.02  # nobody says when an engine has nothing more to do, so a rest looks every so many seconds
-_STREAM_BATCHES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-    128,
-)  # sizes of captured batches of chunks, those of more than max_frames left out
+_STREAM_BATCHES = 8  # sizes of captured batches of chunks: 1, 2, 4, ...; those of more than max_frames are left out
 
 
 @dataclass
@@ -184,7 +175,7 @@ class CodecService(Background):
             return 0
         began = time.monotonic()
         chunks = [] if sizes is None else window_lengths(sizes, self.reach)
-        count = self.decoder.capture([(batch, length) for length in chunks for batch in _STREAM_BATCHES])
+        count = self.decoder.capture([(1 << i, length) for length in chunks for i in range(_STREAM_BATCHES)])
         reserved = torch.cuda.memory_reserved(self.codec.device)
         log.info(
             "codec: %d CUDA graphs in %.1f s; %.2f GiB of the device are the codec's",

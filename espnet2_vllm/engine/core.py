@@ -211,23 +211,11 @@ class SpeechCore:
         if self.pairs.any:
             partners = self.pairs.partners(slots, positions, emit, constraints.guidance > 1)
             logits, auxiliary = (merge(x, partners, constraints.guidance) for x in (logits.float(), auxiliary))
-        primary = self.primary_logits(logits, constraints)
-        top = self.top
         if not self.cut:
             constraints = constraints._replace(top_p=None)
         seeds = self.phases.seeds(slots)
-        first, first_logprob = choose(
-            primary,
-            self.columns,
-            constraints.topk,
-            constraints.temperature,
-            top,
-            seeds,
-            positions,
-            torch.zeros_like(seeds),
-            constraints.top_p,
-        )
-        rest, rest_logprob = self._choose_auxiliary(auxiliary, constraints, top, seeds, positions)
+        first, first_logprob = self._choose_primary(logits, constraints, seeds, positions)
+        rest, rest_logprob = self._choose_auxiliary(auxiliary, constraints, seeds, positions)
         chosen = self.agree(torch.cat([first.unsqueeze(1), rest], 1))
         advanced = self.phases.advance(slots, chosen, emit)
         logprobs = torch.cat([first_logprob.unsqueeze(1), rest_logprob], 1)
@@ -237,8 +225,23 @@ class SpeechCore:
             advanced, logprobs = type(advanced)(*(x[source] for x in advanced)), logprobs[source]
         return self._finish(slots, positions, emit, advanced, logprobs, partners)
 
+    def _choose_primary(
+        self, logits: torch.Tensor, constraints: Any, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(
+            self.primary_logits(logits, constraints),
+            self.columns,
+            constraints.topk,
+            constraints.temperature,
+            self.top,
+            seeds,
+            positions,
+            torch.zeros_like(seeds),
+            constraints.top_p,
+        )
+
     def _choose_auxiliary(
-        self, logits: torch.Tensor, constraints: Any, top: int, seeds: torch.Tensor, positions: torch.Tensor
+        self, logits: torch.Tensor, constraints: Any, seeds: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, streams, width = logits.shape
         repeat = lambda x: x.repeat_interleave(streams)  # noqa: E731
@@ -247,7 +250,7 @@ class SpeechCore:
             self.heads.ids.repeat(batch, 1),
             repeat(constraints.topk),
             repeat(constraints.temperature),
-            top,
+            self.top,
             repeat(seeds),
             repeat(positions),
             self.auxiliary_streams.repeat(batch),

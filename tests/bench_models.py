@@ -21,7 +21,7 @@ _SMALL = {
 
 
 def tiny_bagpiper(streams: int = 4) -> Geometry:
-    backbone = {**_SMALL, "architectures": ["SpeechLMQwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+    backbone = {**_SMALL, "architectures": ["SpeechLMQwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
     return random_geometry("tiny-bagpiper", backbone, Layout.bagpiper(50, [9] * streams))
 
 

@@ -32,6 +32,10 @@ class Peaks:
     flops: float | None = None
     bandwidth: float | None = None
 
+    def of(self, devices: int) -> Peaks:
+        """Of so many together."""
+        return Peaks(self.flops and self.flops * devices, self.bandwidth and self.bandwidth * devices)
+
 
 def peaks_of(device: str, dtype: str) -> Peaks:
     """Peaks of the device of this name. Operations are known for 16-bit floating point only."""
@@ -82,8 +86,9 @@ class Work:
         units: sequences.
         prompt, output: rows of each.
         columns: by kind of row (``text``, ``audio``): (share of the output rows, columns of the head that they need).
-        steps: of the engine; weights are read once in each.
+        steps: of each engine; weights are read once in each.
         passes: times that a row goes through the model: 1, and for the share of the rows that are guided once more.
+        engines: that share the units.
     """
 
     units: int
@@ -92,6 +97,7 @@ class Work:
     columns: Mapping[str, tuple[float, int]]
     steps: int
     passes: float = 1.0
+    engines: int = 1
 
     def flops(self, shape: Shape) -> float:
         """Operations: a product with each weight for every row fed, attention to its context, the head for every row chosen."""
@@ -108,7 +114,8 @@ class Work:
         first, last = self.prompt + 1, self.prompt + self.output - 1
         contexts = (self.output - 1) * (first + last) / 2
         head = max((columns for _, columns in self.columns.values()), default=0) * shape.hidden
-        return _BYTES[dtype] * (self.steps * (shape.weights + head) + self.units * self.passes * contexts * shape.cache)
+        cache = self.units * self.passes * contexts * shape.cache
+        return _BYTES[dtype] * (self.engines * self.steps * (shape.weights + head) + cache)
 
 
 def use_of(work: Work, shape: Shape, dtype: str, seconds: float, peaks: Peaks) -> dict[str, float | None]:

@@ -78,12 +78,13 @@ class Geometry:
 
     def write(self, directory: Path) -> Checkpoint:
         """Writes what an engine asks for besides weights; the checkpoint of ``directory``."""
-        from ..checkpoint import Checkpoint
+        from ..checkpoint import open_checkpoint
+        from ..checkpoint.opening import write_description
 
         directory.mkdir(parents=True, exist_ok=True)
         _write_json(directory / "config.json", self.backbone)
-        _write_json(directory / "speechlm.json", {"layout": self.layout.to_dict()})
-        return Checkpoint(directory, self.layout, None, {}, None, self.max_rows, {"geometry": self.name})
+        write_description(directory, self.layout, self.max_rows, {"geometry": self.name})
+        return open_checkpoint(directory)
 
     def write_plain(self, directory: Path) -> Path:
         """Writes the configuration of the bare backbone over the same vocabulary."""

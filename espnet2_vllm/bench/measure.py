@@ -99,7 +99,7 @@ class Measurement:
     """Runs loads on one system.
 
     Args:
-        peaks: of the device.
+        peaks: of all devices that ``system`` takes.
     """
 
     def __init__(self, system: System, geometry: Geometry, settings: Settings, peaks: Peaks) -> None:
@@ -147,7 +147,9 @@ class Measurement:
             summary |= {"steps": load.output, "row_p50_s": None, "row_p99_s": None, "first_codes_s": None}
         columns = _columns(layout, load)
         passes = 1.0 if load.guidance == 1 else 1.0 + columns["audio"][0]
-        work = Work(load.in_flight, load.prompt, load.output, columns, int(summary["steps"]), passes)
+        work = Work(
+            load.in_flight, load.prompt, load.output, columns, int(summary["steps"]), passes, self.system.engines
+        )
         return summary | use_of(work, self._shape, self.settings.dtype, trace.seconds, self.peaks)
 
     def _last_rows(self, load: Load) -> int:

@@ -54,12 +54,15 @@ class System:
 
     Attributes:
         steps_seen: whether a ``step`` is one step of the model.
-        llm_engine: vLLM's own engine, where there is one.
+        llm_engine: vLLM's own engine, where there is one in this process.
+        engines, devices: how many share the requests, and what they take together.
     """
 
     name: str
     steps_seen = True
     llm_engine: Any = None
+    engines = 1
+    devices = 1
 
     def submit(self, request: RowRequest) -> None:
         raise NotImplementedError
@@ -88,19 +91,25 @@ class System:
 
 
 class SpeechSystem(System):
-    """This engine."""
+    """This engine, or as many as there are in ``data_parallel_size``, whose single steps cannot be seen."""
 
     name = ENGINE
 
     def __init__(self, geometry: Geometry, scratch: Path, dtype: str, options: Mapping[str, Any]) -> None:
+        from ..backends import make_engine
         from ..backends.vllm import VllmEngine
 
         random = {"load_format": "dummy"} if geometry.path is None else {}
-        self._engine = VllmEngine(geometry.open(scratch), dtype=dtype, **{**random, **options})
-        self.llm_engine = self._engine._engine
-        self.runner = runner_of(self.llm_engine)
+        self._engine = make_engine("vllm", geometry.open(scratch), dtype, **{**random, **options})
+        self.engines = options.get("data_parallel_size", 1)
+        self.devices = self.engines * options.get("tensor_parallel_size", 1)
+        self.runner = None
+        if isinstance(self._engine, VllmEngine):
+            self.llm_engine = self._engine._engine
+            self.runner = runner_of(self.llm_engine)
+            self._watch = FirstRows(self.llm_engine)
+            self.first_rows = self._first_rows
         self.steps_seen = self.runner is not None
-        self._watch = FirstRows(self.llm_engine)
         self._submitted: list[str] = []
 
     def submit(self, request: RowRequest) -> None:
@@ -113,7 +122,7 @@ class SpeechSystem(System):
     def abort(self, ids: Iterable[str]) -> None:
         self._engine.abort(ids)
 
-    def first_rows(self) -> list[str]:
+    def _first_rows(self) -> list[str]:
         return [self._submitted[int(name)] for name in self._watch.take()]
 
     def memory(self) -> dict[str, int | None] | None:
@@ -121,7 +130,8 @@ class SpeechSystem(System):
 
     def close(self) -> None:
         self._engine.close()
-        del self._engine, self._watch, self.runner, self.llm_engine
+        # What they hold of the device is freed only once nothing refers to them.
+        self._engine = self._watch = self.first_rows = self.runner = self.llm_engine = None
 
 
 class PlainSystem(System):
@@ -134,6 +144,11 @@ class PlainSystem(System):
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if options.get("data_parallel_size", 1) != 1:
+            raise EngineError(
+                "vLLM's own LLMEngine is one engine; leave data_parallel_size away, or take --only engine"
+            )
+        self.devices = options.get("tensor_parallel_size", 1)
         fixed = {"model": str(geometry.write_plain(scratch / "plain")), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"load_format": "dummy", "disable_log_stats": True, "enable_prefix_caching": True}
         if current_platform.is_cpu():

@@ -356,7 +356,7 @@ def _measure_system(
         return {"error": failure}
     facts: dict[str, Any] = {"start_s": seconds, "memory": system.memory()}
     log.info("%s of %s started in %.1f s", name, geometry.name, seconds)
-    peaks = Peaks(device_facts["peak_flops"], device_facts["peak_bandwidth"])
+    peaks = Peaks(device_facts["peak_flops"], device_facts["peak_bandwidth"]).of(system.devices)
     try:
         for cell in Measurement(system, geometry, settings, peaks).cells():
             model["cells"].append(cell)

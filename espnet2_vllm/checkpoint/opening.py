@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..layout import Layout
 from .conversion import FORMAT_VERSION, check_family
 from .sources import DESCRIPTION_FILE
-from .writing import FORMAT
+from .writing import FORMAT, write_json
 
 _KEYS = ("layout", "preprocessor", "codec", "continuous_audio", "max_rows", "source", "tensors", "files")
 
@@ -81,6 +81,23 @@ def read_description(directory: Path) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}; convert the checkpoint again")
     return content
+
+
+def write_description(directory: Path, layout: Layout, max_rows: int, source: Mapping[str, Any]) -> None:
+    """speechlm.json of a directory without weights, codec and audio encoder, as for measurements."""
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "layout": layout.to_dict(),
+        "preprocessor": {},
+        "codec": None,
+        "continuous_audio": None,
+        "max_rows": max_rows,
+        "source": dict(source),
+        "files": {},
+        "tensors": {},
+    }
+    write_json(directory / DESCRIPTION_FILE, content)
 
 
 def open_checkpoint(directory: str | Path, *, family: str | None = None) -> Checkpoint:

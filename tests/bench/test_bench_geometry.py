@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from bench_models import converted_model, tiny_bagpiper, tiny_opuslm
@@ -70,6 +71,8 @@ def test_work_is_counted_row_by_row():
     assert work.flops(shape) == flops
     assert work.bytes(shape, "bfloat16") == read
     assert work.bytes(shape, "float32") == 2 * read
+    two = replace(work, engines=2)  # each reads the weights, and what the units cost stays
+    assert two.flops(shape) == flops and two.bytes(shape, "bfloat16") == read + 2 * 11 * (1000 + 50 * 10)
 
 
 def test_shares_are_of_the_device_that_is_known():
@@ -77,6 +80,7 @@ def test_shares_are_of_the_device_that_is_known():
     assert peaks_of("NVIDIA H100 PCIe", "bfloat16").bandwidth == 2.0e12
     assert peaks_of("NVIDIA H200", "float32") == Peaks(None, 4.8e12)
     assert peaks_of("CPU (x86_64, 2 cores)", "bfloat16") == Peaks()
+    assert Peaks(2.0, None).of(3) == Peaks(6.0, None)
     shape, work = Shape(1000, 10, 7, 6), Work(1, 1, 2, {"text": (1.0, 5)}, 2)
     use = use_of(work, shape, "bfloat16", 2.0, Peaks(flops=1e6))
     assert use["flops"] == work.flops(shape) / 2 and use["flops_share"] == use["flops"] / 1e6

@@ -225,3 +225,28 @@ def test_three_systems_in_one_process(tmp_path):
     # Without the stream embedding, the plain model has the same weights.
     extra = memory["weights"] - entry["systems"]["plain"]["memory"]["weights"]
     assert extra == 4 * 8 * 64
+
+
+@pytest.mark.slow
+def test_engines_that_share_the_units(tiny, tmp_path, capsys):
+    """Two of them, in processes of their own; plain text, which is one engine, is said to be left out."""
+    arguments = (
+        "tiny-bagpiper",
+        "--only",
+        "engine,plain",
+        "--data-parallel-size",
+        "2",
+        *SMALL,
+        "--max-model-len",
+        "128",
+    )
+    code, report = measure(tmp_path, *arguments, "--peak-bandwidth", "100")
+    (model,) = report["models"]
+    assert code == 1 and "take --only engine" in model["systems"]["plain"]["error"]
+    assert [(cell["in_flight"], cell["rows"], cell["first_row_s"]) for cell in model["cells"]] == [
+        (1, 12, None),
+        (3, 36, None),
+    ]
+    for cell in model["cells"]:
+        assert cell["bandwidth_share"] == pytest.approx(cell["bandwidth"] / 200e9)
+    assert "- plain-text vLLM failed: " in capsys.readouterr().out

@@ -72,13 +72,23 @@ def test_gpus_of_a_job(prepared, arguments, gpus):
     assert ("--ngpu 2 is of the training" in done.stdout) == (gpus == 1)
 
 
-def test_several_gpus_are_asked_for_where_a_job_has_one(prepared):
+@pytest.mark.parametrize(
+    ("arguments", "gpus"),
+    [
+        ("--data_parallel_size 4", 4),
+        ("--engine_option tensor_parallel_size=2 --data-parallel-size=2", 4),
+        ("--tensor-parallel-size 4 --engine_option distributed_executor_backend=ray", 1),
+    ],
+)
+def test_a_job_has_the_gpus_that_its_options_take(prepared, arguments, gpus):
+    """Without ``--ngpu``. Those of Ray are its own."""
     words = ["--stage", "inference", "--stop_stage", "inference", "--gpu_inference", "true", "--inference_nj", "1"]
-    fixed = ["--data_name", "mini_an4", "--speechlm_exp", "model", "--python", FAKE_PYTHON]
-    more = ["--inference_args", "--data_parallel_size 4"]
-    done = shell("./speechlm_vllm.sh", *fixed, *OPUSLM, *words, *more, cwd=prepared)
-    assert done.returncode == 2 and "--ngpu says how many a job has" in done.stderr
-    assert not list(prepared.glob("model/*/*/log/*.log"))
+    fixed = ["--data_name", "mini_an4", "--speechlm_exp", "model", "--python", FAKE_PYTHON, "--inference_dir", "out"]
+    more = ["--inference_args", arguments]
+    done = shell("./speechlm_vllm.sh", *fixed, *OPUSLM, *words, *more, cwd=prepared, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (prepared / "out/codec_ssl_plain_tts_all/log/speechlm_inference.1.log").read_text(encoding="utf-8")
+    assert f"--ngpu {gpus} " in log and arguments in log
 
 
 @pytest.mark.parametrize("launcher", ["queue", "slurm", "run"])

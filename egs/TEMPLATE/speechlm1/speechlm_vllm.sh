@@ -22,7 +22,7 @@ stage=1              # First stage to run, by number or name.
 stop_stage=10        # Last stage to run, by number or name.
 skip_data_prep=false # Skip stages 1 to 5.
 skip_eval=false      # Skip stages 9 and 10.
-ngpu=1               # GPUs of a job, with gpu_inference; one, unless inference_args have a use for more.
+ngpu=1               # GPUs of a job, with gpu_inference; 1: as many as inference_args have a use for.
 nj=32                # Taken for ESPnet's recipes; formatting here runs as one process.
 inference_nj=        # Jobs of stage 9; empty: see the help.
 gpu_inference=       # true, false, or empty: true where there is an NVIDIA GPU.
@@ -96,8 +96,8 @@ Decoding
   --inference_config, --inference_args "--option value ...", --nbest ${nbest}
   --inference_tag, --inference_dir      result directory, named by ESPnet's rules if not given
   --inference_nj          jobs; default with vllm: one a GPU, or one, as an engine batches by itself; with pytorch: 32
-  --gpu_inference         default: true where there is an NVIDIA GPU;  --ngpu ${ngpu} GPUs a job (more than one:
-                          with --data_parallel_size or --tensor_parallel_size in --inference_args)
+  --gpu_inference         default: true where there is an NVIDIA GPU;  --ngpu ${ngpu} GPUs a job (1: as many as
+                          --data_parallel_size and --tensor_parallel_size in --inference_args take)
   --test_unregistered_specifier, --test_registered_specifier    bagpiper: what to decode, in ESPnet's form
 Scoring
   --scoring_args
@@ -149,10 +149,23 @@ one_of backend "${backend}" vllm pytorch espnet
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
+gpus_of_arguments() { # what the engine of a job takes by --inference_args
+    local kind product=1
+    # Ray's are wherever it finds them.
+    if ! [[ ${inference_args} == *distributed_executor_backend=ray* ]]; then
+        for kind in data tensor; do
+            if [[ ${inference_args} =~ ${kind}[_-]parallel[_-]size[\ =]+([0-9]+) ]]; then
+                product=$((product * 10#${BASH_REMATCH[1]}))
+            fi
+        done
+    fi
+    echo "${product}"
+}
 if ! [[ ${inference_args} == *parallel[_-]size* ]] && [ "${ngpu}" -gt 1 ]; then
     log "--ngpu ${ngpu} is of the training, as in ESPnet: decoding takes 1, without a parallel size in --inference_args"
     ngpu=1
 fi
+[ "${ngpu}" -ne 1 ] || ngpu=$(gpus_of_arguments)
 
 case "${family}" in
     opuslm) json_name=data.json module=espnet2_vllm.bin.speechlm_inference_chat default_model=valid.acc.ave.pth ;;
@@ -268,9 +281,6 @@ choose_resources() { # sets _cmd, _ngpu and _nj_wanted
     fi
     one_of gpu_inference "${gpu_inference}" true false
     if "${gpu_inference}"; then
-        if [ "${ngpu}" -eq 1 ] && [[ ${inference_args} =~ parallel[_-]size[\ =]+([2-9]|1[0-9]) ]]; then
-            die 2 "--inference_args '${inference_args}' asks for several GPUs: --ngpu says how many a job has"
-        fi
         _cmd=${cuda_cmd:?cmd.sh must set cuda_cmd} _ngpu=${ngpu}
     else
         _cmd=${decode_cmd:?cmd.sh must set decode_cmd} _ngpu=0

@@ -21,6 +21,7 @@ from ..plan import RowRequest, RowResult
 from ..protocol import BagpiperRules
 from ..protocol.bagpiper import MAX_ENFORCED
 from .base import Outcome, check_fits
+from .spawning import choose_spawn, main_left_out
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -98,7 +99,8 @@ class VllmEngine:
         # Not part of the configuration, so it is said a second time.
         quiet = options.get("disable_log_stats", True)
         try:
-            self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)
+            with main_left_out():
+                self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)
         except Exception as error:
             # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which. Of a rank in a process of its
             # own they come without a class.
@@ -126,21 +128,7 @@ class VllmEngine:
             raise ConfigError(
                 f"logits are kept in this process only; with tensor_parallel_size {ranks} they are in others"
             )
-        if cpu or self.keep_logits:
-            # A second process costs a start of its own and gains nothing on a CPU; logits do not travel.
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        if cpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            if ranks != 1:
-                # vLLM would give each rank a NUMA node for itself, and refuses where there are fewer.
-                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        elif dtype == "float32":
-            # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
-            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-            # On Ray's other machines too, where vLLM takes along its own variables only.
-            taken = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
-            names = dict.fromkeys([*filter(None, taken.split(",")), "TRITON_F32_DEFAULT"])
-            os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(names)
+        self._prepare_environment(cpu, dtype, ranks)
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"scheduler_cls": SCHEDULERS[checkpoint.layout.family], "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):
@@ -159,6 +147,25 @@ class VllmEngine:
         check_options(config, cpu=cpu)
         check_symbols(self.version, cpu=cpu, v2=config.use_v2_model_runner)
         return config
+
+    def _prepare_environment(self, cpu: bool, dtype: str, ranks: int) -> None:
+        if cpu or self.keep_logits:
+            # A second process costs a start of its own and gains nothing on a CPU; logits do not travel.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            if ranks != 1:
+                # vLLM would give each rank a NUMA node for itself, and refuses where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        else:
+            choose_spawn()
+        if not cpu and dtype == "float32":
+            # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+            # On Ray's other machines too, where vLLM takes along its own variables only.
+            taken = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
+            names = dict.fromkeys([*filter(None, taken.split(",")), "TRITON_F32_DEFAULT"])
+            os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(names)
 
     # -- requests -----------------------------------------------------------------------------------------------------
     @property

@@ -8,9 +8,15 @@ from typing import Any
 
 
 def runner_of(llm_engine: Any) -> Any:
-    """The model runner of a vLLM engine in this process; None if it runs in another."""
+    """The model runner of a vLLM engine in this process; None if it runs in another, as all of several ranks do."""
     core = getattr(llm_engine.engine_core, "engine_core", None)
-    return None if core is None else core.model_executor.driver_worker.worker.model_runner
+    worker = None if core is None else getattr(core.model_executor, "driver_worker", None)
+    return None if worker is None else worker.worker.model_runner
+
+
+def steps_seen(llm_engine: Any) -> bool:
+    """Whether a ``step`` of it is one of the model: its scheduler is in this process."""
+    return hasattr(llm_engine.engine_core, "engine_core")
 
 
 def free_device() -> int:

@@ -47,8 +47,10 @@ def profile_steps(system: Any, units: list[Unit], output: int) -> dict[str, Any]
     """
     if output < _LEAST_OUTPUT:
         raise ConfigError(f"a profile needs outputs of at least {_LEAST_OUTPUT} rows, not {output}")
-    if not system.steps_seen or system.llm_engine is None:
-        raise ConfigError(f"{system.name} does not show its steps; set VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    if system.runner is None:
+        raise ConfigError(
+            f"{system.name} does not show what its steps do; set VLLM_ENABLE_V1_MULTIPROCESSING=0, and no tensor_parallel_size"
+        )
     requests = [next(unit) for unit in units]
     started: set[str] = set()
     try:

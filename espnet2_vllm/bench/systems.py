@@ -15,7 +15,7 @@ from ..engine.memory import memory_by_owner
 from ..errors import EngineError
 from ..plan import RowRequest, RowResult
 from .geometry import Geometry
-from .memory import free_device, runner_of
+from .memory import free_device, runner_of, steps_seen
 
 ENGINE, PLAIN, PYTORCH = "engine", "plain", "pytorch"
 TITLES = {ENGINE: "this engine", PLAIN: "plain-text vLLM", PYTORCH: "sequential pytorch"}
@@ -55,12 +55,14 @@ class System:
     Attributes:
         steps_seen: whether a ``step`` is one step of the model.
         llm_engine: vLLM's own engine, where there is one in this process.
+        runner: its model runner, where that is in this process too.
         engines, devices: how many share the requests, and what they take together.
     """
 
     name: str
     steps_seen = True
     llm_engine: Any = None
+    runner: Any = None
     engines = 1
     devices = 1
 
@@ -103,13 +105,12 @@ class SpeechSystem(System):
         self._engine = make_engine("vllm", geometry.open(scratch), dtype, **{**random, **options})
         self.engines = options.get("data_parallel_size", 1)
         self.devices = self.engines * options.get("tensor_parallel_size", 1)
-        self.runner = None
+        self.steps_seen = False
         if isinstance(self._engine, VllmEngine):
             self.llm_engine = self._engine._engine
-            self.runner = runner_of(self.llm_engine)
+            self.runner, self.steps_seen = runner_of(self.llm_engine), steps_seen(self.llm_engine)
             self._watch = FirstRows(self.llm_engine)
             self.first_rows = self._first_rows
-        self.steps_seen = self.runner is not None
         self._submitted: list[str] = []
 
     def submit(self, request: RowRequest) -> None:
@@ -158,8 +159,7 @@ class PlainSystem(System):
             self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **options}))
         except (TypeError, ValueError) as error:
             raise EngineError(f"vLLM refused the engine options {dict(options)}: {error}") from error
-        self.runner = runner_of(self.llm_engine)
-        self.steps_seen = self.runner is not None
+        self.runner, self.steps_seen = runner_of(self.llm_engine), steps_seen(self.llm_engine)
         self._watch = FirstRows(self.llm_engine)
 
     def submit(self, request: RowRequest) -> None:
@@ -191,7 +191,7 @@ class PlainSystem(System):
 
     def close(self) -> None:
         self.llm_engine.engine_core.shutdown()
-        del self.llm_engine, self._watch, self.runner
+        self.llm_engine = self._watch = self.runner = None
 
 
 def _plain_result(output: Any) -> RowResult:

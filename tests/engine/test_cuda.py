@@ -1,7 +1,10 @@
 """On GPUs only: the host never waits for the device in a step, what is printed of its memory is true, two GPUs are as one."""
 
 import logging
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +20,17 @@ from espnet2_vllm.protocol import BagpiperRules, ModalityRules, OpusLMRules, Sam
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MODELS = {"bagpiper": "qwen3-s8-cb64", "opuslm": "tiny-llama"}
+# As users write it, without a guard. CUDA has been asked for, and where ``device`` is cuda the codec uses it.
+SCRIPT = """
+import torch
+from espnet2_vllm import Decoding, SpeechLM
+print("script", torch.cuda.is_available(), torch._C._cuda_getDeviceCount(), flush=True)
+model = SpeechLM.from_pretrained({model!r}, device={device!r}, gpu_memory_utilization=0.1, kv_cache_memory_bytes=2**28,
+                                 max_num_seqs=8, max_model_len=512, tensor_parallel_size={ranks})
+answer = model.generate([["user", "text", "hello"]], Decoding(max_step=12), seed=1)
+print("answer", answer.outcome)
+model.close()
+"""
 
 
 def requests(layout, number):
@@ -83,3 +97,18 @@ def test_recorded_cases_on_two_gpus(family, way):
     finally:
         model.engine.close()
     assert not wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_script_without_a_guard(device, ranks, tmp_path):
+    """The engine in a process of its own, which is what users get."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    (model,) = (path for path in golden_models("bagpiper") if path.name == MODELS["bagpiper"])
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.format(model=str(model), device=device, ranks=ranks), encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("script") == 1 and "answer" in done.stdout

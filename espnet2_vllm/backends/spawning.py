@@ -1,0 +1,46 @@
+"""How vLLM starts processes of its own: anew, without forking this one, and without running the user's script in them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import spawn
+from typing import Any
+
+_PATCHED = threading.Lock()
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_MAIN = ("init_main_from_name", "init_main_from_path")
+
+
+def choose_spawn() -> None:
+    """Where the user has chosen nothing.
+
+    vLLM forks unless CUDA is initialised, but a process that has only asked for the number of GPUs cannot be forked either.
+    """
+    os.environ.setdefault(METHOD, "spawn")
+
+
+@contextmanager
+def main_left_out() -> Iterator[None]:
+    """Processes that this thread spawns meanwhile do not import ``__main__``, of which nothing is handed to them.
+
+    Else a script without ``if __name__ == "__main__"`` would run once more in each, and start an engine there.
+    """
+    thread = threading.get_ident()
+
+    def without_main(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        if threading.get_ident() == thread:
+            for key in _MAIN:
+                data.pop(key, None)
+        return data
+
+    with _PATCHED:
+        prepare = spawn.get_preparation_data
+        spawn.get_preparation_data = without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = prepare

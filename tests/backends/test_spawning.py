@@ -1,0 +1,75 @@
+"""Processes that vLLM starts do not run the user's script again."""
+
+import os
+import subprocess
+import sys
+import threading
+from multiprocessing import spawn
+
+import pytest
+from conftest import golden_models
+
+from espnet2_vllm.backends.spawning import main_left_out
+
+SPAWNING = """
+from contextlib import nullcontext
+from multiprocessing import get_context
+from espnet2_vllm.backends.spawning import main_left_out
+print("script")
+with {around}():
+    child = get_context("spawn").Process(target=print, args=("child",))
+    child.start()
+child.join()
+print("over", child.exitcode)
+"""
+DECODING = """
+from espnet2_vllm import Decoding, SpeechLM
+print("script")
+model = SpeechLM.from_pretrained({model!r}, dtype="float32", tensor_parallel_size=2, max_num_seqs=4)
+answer = model.generate([["user", "text", "hello"]], Decoding(max_step=12), seed=1)
+print("answer", answer.outcome)
+model.close()
+"""
+
+
+def run(folder, text: str, **variables: str) -> subprocess.CompletedProcess:
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    env = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+    return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, encoding="utf-8", timeout=300)
+
+
+def test_a_script_without_a_guard_runs_once(tmp_path):
+    done = run(tmp_path, SPAWNING.format(around="main_left_out"))
+    assert done.stdout.split() == ["script", "child", "over", "0"], done.stderr
+
+
+def test_it_would_run_twice(tmp_path):
+    """What the context manager is for."""
+    done = run(tmp_path, SPAWNING.format(around="nullcontext"))
+    assert done.stdout.split() == ["script", "script", "over", "1"] and "bootstrapping phase" in done.stderr
+
+
+def test_other_threads_spawn_as_ever():
+    found = {}
+
+    def look():
+        found["other"] = spawn.get_preparation_data("child").keys()
+
+    before = spawn.get_preparation_data
+    with main_left_out():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        found["own"] = spawn.get_preparation_data("child").keys()
+    assert spawn.get_preparation_data is before
+    (missing,) = found["other"] - found["own"]
+    assert missing.startswith("init_main_from_") and not found["own"] - found["other"]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_script_without_a_guard(tmp_path):
+    model = next(path for path in golden_models("bagpiper") if path.name == "qwen3-s8-cb64")
+    done = run(tmp_path, DECODING.format(model=str(model)))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split("\n")[0] == "script" and done.stdout.count("script") == 1 and "answer" in done.stdout

@@ -184,6 +184,12 @@ def gpus_wanted(args: argparse.Namespace) -> int:
     return options.get("tensor_parallel_size", 1) * options.get("data_parallel_size", 1)
 
 
+def gpus_of_run(args: argparse.Namespace) -> int:
+    """GPUs that engines and codec take; the codec has one of its own where ``--device`` names one behind the engines'."""
+    kind, _, index = (args.device or "").partition(":")
+    return max(gpus_wanted(args), int(index) + 1 if kind == "cuda" and index.isdigit() else 1)
+
+
 def in_flight(args: argparse.Namespace) -> int:
     """Utterances handed to all engines at once, at most."""
     return args.in_flight * engine_options(args).get("data_parallel_size", 1)

@@ -24,7 +24,7 @@ from .options import (
     choose_device,
     engine_options,
     flag,
-    gpus_wanted,
+    gpus_of_run,
     in_flight,
     run_command,
     seed,
@@ -171,11 +171,12 @@ def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingC
     for name in ("train_config", "data_path_and_name_and_type"):
         if not getattr(args, name):
             raise ConfigError(f"--{name} is missing")
-    if args.ngpu > 1 and args.ngpu != (wanted := gpus_wanted(args)):
+    if args.ngpu > 1 and args.ngpu != (wanted := gpus_of_run(args)):
         raise ConfigError(
-            f"--ngpu {args.ngpu}: the engine would take {wanted}; add --data_parallel_size {args.ngpu} (so many engines share the "
-            f"set) or --tensor_parallel_size {args.ngpu} (one model over all GPUs), or split the set and start a process for each "
-            "part (espnet2-vllm split-data; inference_nj in the recipe)"
+            f"--ngpu {args.ngpu}: engine and codec would take {wanted}; add --data_parallel_size {args.ngpu} (so many engines "
+            f"share the set), --tensor_parallel_size {args.ngpu} (one model over all GPUs) or --device cuda:{args.ngpu - 1} (the "
+            "codec on a GPU behind the engines'), or split the set and start a process for each part (espnet2-vllm split-data; "
+            "inference_nj in the recipe)"
         )
     for name in _SHAPES_FILES:
         if getattr(args, name) > 1:

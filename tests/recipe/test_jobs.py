@@ -78,6 +78,8 @@ def test_gpus_of_a_job(prepared, arguments, gpus):
         ("--data_parallel_size 4", 4),
         ("--engine_option tensor_parallel_size=2 --data-parallel-size=2", 4),
         ("--tensor-parallel-size 4 --engine_option distributed_executor_backend=ray", 1),
+        ("--device cuda:1", 2),
+        ("--device=cuda:1 --tensor_parallel_size 2", 2),
     ],
 )
 def test_a_job_has_the_gpus_that_its_options_take(prepared, arguments, gpus):

@@ -97,7 +97,7 @@ Decoding
   --inference_tag, --inference_dir      result directory, named by ESPnet's rules if not given
   --inference_nj          jobs; default with vllm: one a GPU, or one, as an engine batches by itself; with pytorch: 32
   --gpu_inference         default: true where there is an NVIDIA GPU;  --ngpu ${ngpu} GPUs a job (1: as many as
-                          --data_parallel_size and --tensor_parallel_size in --inference_args take)
+                          --data_parallel_size, --tensor_parallel_size and --device in --inference_args take)
   --test_unregistered_specifier, --test_registered_specifier    bagpiper: what to decode, in ESPnet's form
 Scoring
   --scoring_args
@@ -149,7 +149,7 @@ one_of backend "${backend}" vllm pytorch espnet
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
-gpus_of_arguments() { # what the engine of a job takes by --inference_args
+gpus_of_arguments() { # what engines and codec of a job take by --inference_args
     local kind product=1
     # Ray's are wherever it finds them.
     if ! [[ ${inference_args} == *distributed_executor_backend=ray* ]]; then
@@ -159,10 +159,13 @@ gpus_of_arguments() { # what the engine of a job takes by --inference_args
             fi
         done
     fi
+    if [[ ${inference_args} =~ --device[\ =]+cuda:([0-9]+) ]] && [ "$((10#${BASH_REMATCH[1]}))" -ge "${product}" ]; then
+        product=$((10#${BASH_REMATCH[1]} + 1))
+    fi
     echo "${product}"
 }
-if ! [[ ${inference_args} == *parallel[_-]size* ]] && [ "${ngpu}" -gt 1 ]; then
-    log "--ngpu ${ngpu} is of the training, as in ESPnet: decoding takes 1, without a parallel size in --inference_args"
+if ! [[ ${inference_args} =~ parallel[_-]size|--device[\ =]+cuda: ]] && [ "${ngpu}" -gt 1 ]; then
+    log "--ngpu ${ngpu} is of the training, as in ESPnet: decoding takes 1, without a parallel size or device in --inference_args"
     ngpu=1
 fi
 [ "${ngpu}" -ne 1 ] || ngpu=$(gpus_of_arguments)

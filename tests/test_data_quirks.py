@@ -5,6 +5,7 @@ Names follow the threads that reported them (ESPnet, Kaldi, WeNet issues on data
 
 import json
 import pathlib
+import random
 import shutil
 
 import kaldiio
@@ -118,6 +119,44 @@ def test_splitting_by_speaker_with_fewer_speakers_than_jobs_or_none(tmp_path):
     assert split_data.split(path, 8, tmp_path / "log") == 2
     (tmp_path / "utt2spk").write_text("", encoding="utf-8")
     assert split_data.split(path, 8, tmp_path / "log") == 3
+
+
+def test_paths_that_count_from_the_folder_of_the_set_do_so_in_its_parts(tmp_path):
+    """The tokens lie beside the ``data.json``, and nothing names the working directory."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    kaldiio.save_ark(str(folder / "codes.ark"), {"a": np.arange(9, dtype=np.int32)})
+    (folder / "wav.scp").write_text("a codes.ark:2\n", encoding="utf-8")
+    files = ["wav.scp,codec_ssl,kaldi_ark"]
+    data = {"task": "codec_ssl_asr", "vocabularies": ["tokens"], "data_files": files, "examples": ["a"]}
+    (folder / "data.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "tokens").write_text("", encoding="utf-8")
+    assert split_data.split(folder / "data.json", 1, tmp_path / "log") == 1
+    assert split_data.split(tmp_path / "log/split1/1/data.json", 1, tmp_path / "again") == 1
+    for path in (folder / "data.json", tmp_path / "log/split1/1/data.json", tmp_path / "again/split1/1/data.json"):
+        opened = open_data_json(path)
+        assert opened.load("a", None)["wav.scp"].tolist() == list(range(9))
+        assert opened.vocabularies == (folder / "tokens",)
+
+
+def test_a_part_has_all_that_its_speakers_say_and_draws_the_same_prompts(tmp_path):
+    """Of unsorted files, and with utterances that are there for prompts alone."""
+    spoken = {key: np.full(9, number, dtype=np.int32) for number, key in enumerate("dacbe")}
+    kaldiio.save_ark(str(tmp_path / "codes.ark"), spoken, scp=str(tmp_path / "wav.scp"))
+    speakers = {"d": "s", "a": "s", "c": "s", "b": "t", "e": "t"}
+    (tmp_path / "utt2spk").write_text("".join(f"{k} {v}\n" for k, v in speakers.items()), encoding="utf-8")
+    path = text_set(tmp_path, "a one\nb two\n", "ab", task="codec_ssl_tts")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["data_files"] += [f"{tmp_path}/utt2spk,spk,text", f"{tmp_path}/wav.scp,codec_ssl,kaldi_ark"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert split_data.split(path, 2, tmp_path / "log") == 2
+    whole = open_data_json(path)
+    for seed in range(4):
+        for job, uid in enumerate("ab", 1):
+            part = open_data_json(tmp_path / f"log/split2/{job}/data.json")
+            drawn, expected = (one.load(uid, random.Random(seed))["utt2spk"] for one in (part, whole))
+            assert part.examples == (uid,) and drawn.tolist() == expected.tolist()
+            assert drawn[0] != list(spoken).index(uid), "its own recording as its prompt"
 
 
 def test_duplicate_ids_across_shards_are_refused(tmp_path, capsys):

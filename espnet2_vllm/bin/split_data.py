@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
-from espnet2_vllm.io.data_json import read_json
+from espnet2_vllm.io.data_json import SPLIT_FROM, folder_of, read_json
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.kaldi import locate
 from espnet2_vllm.io.keyed import read_keyed, write_keyed
@@ -93,17 +93,29 @@ def split(path: Path, jobs: int, output_dir: Path) -> int:
     task_of(path, description)
     entries = entries_of(path, description)
     ids = utterances_of(path, description)
-    records = {entry.name: read_keyed(locate(str(entry.path), path.parent)) for entry in entries}
-    parts = assign(ids, records.get(SPEAKER_ENTRY), jobs)
+    base_dir = folder_of(path, description)
+    records = {entry.name: read_keyed(locate(str(entry.path), base_dir)) for entry in entries}
+    speakers = records.get(SPEAKER_ENTRY)
+    parts = assign(ids, speakers, jobs)
     if len(parts) < jobs:
         what = "speakers" if len(parts) < len(ids) else "utterances"
         print(
             f"split_data: {path}: {jobs} jobs asked for, {len(parts)} {what} to share: {len(parts)} jobs",
             file=sys.stderr,
         )
+    whole = {**description, SPLIT_FROM: str(base_dir.absolute())}
     for job, part in enumerate(parts, 1):
-        _write_part(output_dir / f"split{len(parts)}" / str(job), description, entries, records, part)
+        folder = output_dir / f"split{len(parts)}" / str(job)
+        _write_part(folder, whole, entries, records, part, _spoken(part, speakers))
     return len(parts)
+
+
+def _spoken(ids: Sequence[str], speakers: Mapping[str, str] | None) -> set[str]:
+    """``ids``, and whatever else their speakers say: prompts are drawn from that, also where it is not to be decoded."""
+    if speakers is None:
+        return set(ids)
+    here = {speakers[key] for key in ids if speakers.get(key)}
+    return {*ids, *(key for key, speaker in speakers.items() if speaker in here)}
 
 
 def _write_part(
@@ -112,10 +124,14 @@ def _write_part(
     entries: Sequence[Entry],
     records: Mapping[str, Mapping[str, str]],
     ids: Sequence[str],
+    spoken: set[str],
 ) -> None:
+    wanted = set(ids)
     for entry in entries:
-        values = records[entry.name]
-        write_keyed(folder / entry.name, {key: values[key] for key in ids if key in values})
+        # Prompts need both of these. In the order of the file, on which the choice of a prompt depends.
+        keys = spoken if entry.name in (SPEAKER_ENTRY, "wav.scp") else wanted
+        lines = {key: value for key, value in records[entry.name].items() if key in keys}
+        write_keyed(folder / entry.name, lines, in_order=True)
     part = dict(description)
     part["data_files"] = [f"{folder / entry.name},{entry.modality},{entry.kind}" for entry in entries]
     part["num_examples"] = len(ids)

@@ -22,6 +22,9 @@ from ..prompt.tasks import AUDIO_MODALITIES, TEXT_MODALITIES, Entry, Task, find_
 from .json_lines import distinct_ids, read_json
 from .kaldi import Table, load_codes, locate, read_table
 
+# In a part that ``split_data`` wrote: the folder from which relative paths count, which is that of the whole set.
+SPLIT_FROM = "split_from"
+
 
 class Source(ABC):
     """Where the content of one entry comes from."""
@@ -155,8 +158,8 @@ class DataJson:
 def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
     """Reads ``path`` and the files it names, but no ark and no dialogue yet.
 
-    Files are looked up from the working directory, as ESPnet does, then from ``base_dir`` (the folder of ``path``). Entries
-    are known by the names of their files. The files of targets may be missing.
+    Files are looked up from the working directory, as ESPnet does, then from ``base_dir`` (``folder_of`` the set). Entries are
+    known by the names of their files. The files of targets may be missing.
 
     Raises:
         DataError: naming the file, for one that is missing or damaged, without examples, of an unknown task, or without a
@@ -170,9 +173,17 @@ def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
             )
     examples = distinct_ids(data["examples"], f"{path}: examples")
     task = find_task(data["task"], str(path))
-    sources = _sources(path, task, data["data_files"], base_dir or path.parent)
-    listed = data.get("vocabularies") or []
-    return DataJson(path, task, examples, sources, tuple(Path(name) for name in listed if isinstance(name, str)))
+    base_dir = base_dir or folder_of(path, data)
+    sources = _sources(path, task, data["data_files"], base_dir)
+    listed = [Path(name) for name in data.get("vocabularies") or [] if isinstance(name, str)]
+    vocabularies = tuple(name if name.exists() else base_dir / name for name in listed)
+    return DataJson(path, task, examples, sources, vocabularies)
+
+
+def folder_of(path: Path, data: Mapping[str, Any]) -> Path:
+    """The folder from which the relative paths of a ``data.json`` count: its own, or of a part of a set that of the whole set."""
+    where = data.get(SPLIT_FROM)
+    return Path(where) if isinstance(where, str) else path.parent
 
 
 def _sources(path: Path, task: Task, triplets: Iterable[Any], base_dir: Path) -> dict[str, Source]:

@@ -38,10 +38,11 @@ def read_keyed(path: Path) -> dict[str, str]:
     return records
 
 
-def write_keyed(path: Path, records: Mapping[str, str]) -> None:
-    """{key: value} -> sorted lines (C locale), whole or not at all."""
+def write_keyed(path: Path, records: Mapping[str, str], *, in_order: bool = False) -> None:
+    """{key: value} -> lines, sorted (C locale) unless they are to stay ``in_order``; whole or not at all."""
+    lines = records.items() if in_order else sorted_by_key(records)
     with whole_file(path) as file:
-        file.writelines(f"{key} {value}".rstrip(" ") + "\n" for key, value in sorted_by_key(records))
+        file.writelines(f"{key} {value}".rstrip(" ") + "\n" for key, value in lines)
 
 
 def sorted_by_key(records: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -93,6 +93,30 @@ def test_a_job_has_the_gpus_that_its_options_take(prepared, arguments, gpus):
     assert f"--ngpu {gpus} " in log and arguments in log
 
 
+@pytest.mark.parametrize(
+    ("visible", "arguments", "jobs"), [("4,5,7", "--minlen 3", 3), ("4,5", "--device cuda:1", 1), ("", "", 1)]
+)
+def test_a_job_for_each_gpu_that_is_left(prepared, visible, arguments, jobs):
+    """Those of the machine that ``CUDA_VISIBLE_DEVICES`` names."""
+    words = [
+        "--stage",
+        "inference",
+        "--stop_stage",
+        "inference",
+        "--inference_dir",
+        "out",
+        "--inference_args",
+        arguments,
+    ]
+    fixed = ["--data_name", "mini_an4", "--speechlm_exp", "model", "--python", FAKE_PYTHON]
+    done = shell("./speechlm_vllm.sh", *fixed, *OPUSLM, *words, cwd=prepared, CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = list((prepared / "out/codec_ssl_plain_tts_all/log").glob("speechlm_inference.*.log"))
+    assert len(logs) == jobs and "Hint:" not in done.stdout
+    gpus = 0 if not visible else len(visible.split(",")) // jobs
+    assert all(f"--ngpu {gpus} " in log.read_text(encoding="utf-8") for log in logs)
+
+
 @pytest.mark.parametrize("launcher", ["queue", "slurm", "run"])
 def test_a_cluster_launcher_of_the_users_tree(prepared, launcher, tmp_path):
     """``cmd.sh`` chooses it; the whole recipe runs under ``bash -euo pipefail``."""

@@ -273,11 +273,17 @@ if [ -z "${test_jsons}" ] && [ -n "${test_sets}" ] && [ -n "${task}" ] && [ -n "
     done
 fi
 
-has_gpu() { timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; }
+count_gpus() { # of this machine, or those that CUDA_VISIBLE_DEVICES leaves
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        echo "${CUDA_VISIBLE_DEVICES}" | tr ',' '\n' | grep -c '[^[:space:]]' || true
+    else
+        timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+    fi
+}
 
 choose_resources() { # sets _cmd, _ngpu and _nj_wanted
     local gpus
-    gpus=$(has_gpu)
+    gpus=$(count_gpus)
     if [ -z "${gpu_inference}" ]; then
         gpu_inference=false
         [ "${gpus}" -eq 0 ] || gpu_inference=true
@@ -304,7 +310,7 @@ hint() { # hint JOBS: what a number of jobs means for vllm
     if [ "$1" -eq 1 ]; then
         log "One engine batches all utterances by itself"
     elif [[ ${_cmd} =~ (^|/)run\.(py|pl)( |$) ]]; then
-        gpus=$(has_gpu)
+        gpus=$(count_gpus)
         if ! "${gpu_inference}" || [ "$1" -gt $((gpus / ngpu)) ]; then
             log "Hint: $1 jobs are $1 engines on this machine, which has ${gpus} GPUs; with --inference_nj 1 one engine batches" \
                 "all utterances, which is faster than jobs that share a device"

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from espnet2_vllm.bin.split_data import task_of, utterances_of
@@ -16,6 +16,8 @@ from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.journal import FOLDER as JOURNAL_FOLDER
 from espnet2_vllm.io.keyed import sorted_by_key
+from espnet2_vllm.reports.collect import Report, collect, text_table
+from espnet2_vllm.reports.page import write_report
 
 DIALOGUE = "dialogue"
 _RANK_FILE = re.compile(r"rank\d+_")
@@ -50,6 +52,8 @@ def merge_json(inputs: Iterable[Path]) -> dict:
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be read as JSON: {error}") from error
         for records in content if isinstance(content, list) else [content]:
+            if not isinstance(records, dict):
+                raise DataError(f"{path}: expected results by key, found {records!r:.80}")
             if twice := merged.keys() & records.keys():
                 raise DataError(
                     f"{path}: key {min(twice)!r} is in the output of another job as well; remove stale outputs"
@@ -91,54 +95,60 @@ def merge_bagpiper(jobs: Sequence[Path], output_dir: Path) -> set[str]:
 def missing_opuslm(task: str, ids: Sequence[str], nbest: int, keys: set[str]) -> list[str]:
     """Utterances without all their results: ``<task>_<id>_sample<k>``, or ``<task>_<id>`` of a dialogue."""
 
-    def complete(key: str) -> bool:
-        name = key if key.startswith(f"{task}_") else f"{task}_{key}"
+    def complete(name: str) -> bool:
         return name in keys if DIALOGUE in task else all(f"{name}_sample{k}" in keys for k in range(nbest))
 
-    return [key for key in ids if not complete(key)]
+    return [uid for uid in ids if not complete(f"{task}_{uid}")]
 
 
-def journalled(jobs: Sequence[Path]) -> dict[str, dict]:
-    """The last line that the journals of the jobs have of every key."""
-    found: dict[str, dict] = {}
-    for path in (job / JOURNAL_FOLDER / "journal.jsonl" for job in jobs):
-        if path.is_file():
-            records = map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:])
-            found.update((record["key"], record) for record in records)
-    return found
+def collected(
+    jobs: Sequence[Path], title: str, keys: Iterable[str], missing: Collection[str]
+) -> tuple[Report, set[str]]:
+    """What the journals say of ``keys``, and those of ``missing`` that are finished all the same.
+
+    ESPnet's own decoder leaves no journals: the report is empty then.
+    """
+    jobs = [job for job in jobs if (job / JOURNAL_FOLDER / "journal.jsonl").is_file()]
+    found = collect(jobs, title, keys) if jobs else Report(title, ())
+    made = found.each_once(missing)
+    failed = {record.key for record in made.failures}
+    return made, {record.key for _, record in found.records if record.key in missing} - failed
 
 
-def report(where: Path, ids: Sequence[str], missing: Sequence[str], ended: Mapping[str, Mapping]) -> None:
-    """``summary.json`` beside the merged files, one line for the set, one for every utterance that is missing (the first few)."""
-    counts = Counter(record["outcome"] for record in ended.values())
+def report(where: Path, names: Mapping[str, str], missing: Sequence[str], made: Report, unwritten: set[str]) -> None:
+    """``summary.json`` beside the merged files, one line for the set, one for every utterance that is missing (the first few).
+
+    Args:
+        names: keys of the results by id. missing: ids.
+        unwritten: keys of utterances that are finished, but not among the results.
+    """
+    records = {record.key: record for _, record in made.records}
+    counts = Counter(record.outcome for record in records.values())
     summary = {
-        "utterances": len(ids),
-        "with_results": len(ids) - len(missing),
+        "utterances": len(names),
+        "with_results": len(names) - len(missing),
         "outcomes": dict(sorted(counts.items())),
-        "audio_seconds": round(sum(record.get("audio_seconds", 0.0) for record in ended.values()), 2),
+        "audio_seconds": round(sum(record.audio_seconds for record in records.values()), 2),
         "missing": list(missing),
     }
     with whole_file(where / "summary.json") as file:
         json.dump(summary, file, indent=4, ensure_ascii=False)
     how = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    print(f"{where}: {len(ids) - len(missing)} of {len(ids)} utterances have results" + (f" ({how})" if how else ""))
-    for key in missing[:_SHOWN]:
-        record = next((ended[name] for name in ended if name == key or name.endswith(f"_{key}")), None)
-        why = "no job has written an outcome of it" if record is None else f"{record['outcome']}: {record['reason']}"
-        print(f"merge_outputs: {key}: {why}", file=sys.stderr)
+    print(
+        f"{where}: {len(names) - len(missing)} of {len(names)} utterances have results" + (f" ({how})" if how else "")
+    )
+    for uid in missing[:_SHOWN]:
+        key = names[uid]
+        why = (
+            f"{records[key].outcome}: {records[key].reason}"
+            if key in records
+            else "no job has written an outcome of it"
+        )
+        if key in unwritten:
+            why = "is finished, but its job ended before it wrote its results; start the job again"
+        print(f"merge_outputs: {uid}: {why}", file=sys.stderr)
     if len(missing) > _SHOWN:
         print(f"merge_outputs: and {len(missing) - _SHOWN} more, see {where / 'summary.json'}", file=sys.stderr)
-
-
-def _write_report(where: Path, jobs: Sequence[Path]) -> None:
-    """``report.json``, ``report.html`` and the table, where the jobs have journals (ESPnet's own decoder leaves none)."""
-    from espnet2_vllm.reports.collect import collect, text_table
-    from espnet2_vllm.reports.page import write_report
-
-    jobs = [job for job in jobs if (job / JOURNAL_FOLDER / "journal.jsonl").is_file()]
-    if jobs:
-        made = collect(jobs, where.name)
-        print(f"{text_table(made.table())}\nreport: {write_report(made, where)}")
 
 
 def _is_entry(path: Path) -> bool:
@@ -164,14 +174,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description = read_json(args.data_json)
         ids = utterances_of(args.data_json, description)
         jobs = [job for job in args.jobs if job.is_dir()]
+        names = {uid: uid for uid in ids}
         if args.family == "opuslm":
-            keys = merge_opuslm(jobs, args.output_dir)
-            missing = missing_opuslm(task_of(args.data_json, description), ids, args.nbest, keys)
+            task = task_of(args.data_json, description)
+            names = {uid: f"{task}_{uid}" for uid in ids}
+            missing = missing_opuslm(task, ids, args.nbest, merge_opuslm(jobs, args.output_dir))
         else:
             keys = merge_bagpiper(jobs, args.output_dir)
             missing = [key for key in ids if key not in keys]
-        report(args.output_dir, ids, missing, journalled(jobs))
-        _write_report(args.output_dir, jobs)
+        title, lost = args.output_dir.absolute().name, {names[uid] for uid in missing}
+        made, unwritten = collected(jobs, title, names.values(), lost)
+        report(args.output_dir, names, missing, made, unwritten)
+        if made.jobs:
+            print(f"{text_table(made.table())}\nreport: {write_report(made, args.output_dir)}")
     except (SpeechLMError, OSError) as error:
         return complain("merge_outputs", error)
     return 1 if missing else 0

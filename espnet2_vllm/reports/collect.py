@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,23 @@ class Report:
     @property
     def failures(self) -> list[Record]:
         return [record for _, record in self.records if record.outcome in FAILED]
+
+    def each_once(self, missing: Collection[str]) -> Report:
+        """The same with every key in one job, though several hold it since the set was split otherwise than before.
+
+        Args:
+            missing: keys without a result; what a journal says of their success is of a job that did not write its results, or
+                of an earlier split, and does not count.
+        """
+        chosen: dict[str, Path] = {}
+        for job, record in sorted(self.records, key=lambda pair: pair[1].outcome not in FAILED):  # success wins
+            if record.key not in missing or record.outcome in FAILED:
+                chosen[record.key] = job.directory
+        jobs = [
+            replace(job, records=tuple(record for record in job.records if chosen.get(record.key) == job.directory))
+            for job in self.jobs
+        ]
+        return replace(self, jobs=tuple(jobs))
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON. Seconds are of the longest job; rows and audio a second count what the last runs made."""

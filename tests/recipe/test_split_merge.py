@@ -184,6 +184,61 @@ def test_a_set_ends_with_a_report_of_all_its_jobs(tmp_path, capsys):
     assert "real time factor" in capsys.readouterr().out
 
 
+def journal_of(folder, *records, cut=0):
+    """The journal of a job; the last ``cut`` bytes did not get to the disk."""
+    journal = Journal(folder, {"seed": 3})
+    for record in records:
+        journal.append(record)
+    journal.close()
+    journal.path.write_bytes(journal.path.read_bytes()[: -cut or None])
+
+
+def test_a_line_that_a_killed_job_left_unfinished_does_not_keep_the_others_from_being_merged(tmp_path, capsys):
+    path = write_set(tmp_path / "set", ["a", "b"])
+    write_job(tmp_path / "output.1", "wav.scp", [b"codec_ssl_plain_tts_a_sample0 x"])
+    journal_of(tmp_path / "output.1", Record("codec_ssl_plain_tts_a", "ok"))
+    journal_of(tmp_path / "output.2", Record("codec_ssl_plain_tts_b", "ok"), cut=9)
+    assert merge(tmp_path, path, tmp_path / "output.1", tmp_path / "output.2") == 1
+    captured = capsys.readouterr()
+    assert "1 of 2 utterances have results (1 ok)" in captured.out
+    assert "merge_outputs: b: no job has written an outcome of it" in captured.err
+
+
+def test_an_utterance_of_a_job_that_was_killed_before_it_wrote_its_results_is_no_success(tmp_path, capsys):
+    path = write_set(tmp_path / "set", ["a", "b"])
+    write_job(tmp_path / "output.1", "wav.scp", [b"codec_ssl_plain_tts_a_sample0 x"])
+    journal_of(tmp_path / "output.1", Record("codec_ssl_plain_tts_a", "ok"))
+    journal_of(tmp_path / "output.2", Record("codec_ssl_plain_tts_b", "ok"))
+    assert merge(tmp_path, path, tmp_path / "output.1", tmp_path / "output.2") == 1
+    captured = capsys.readouterr()
+    assert "1 of 2 utterances have results (1 ok)" in captured.out
+    assert "merge_outputs: b: is finished, but its job ended before it wrote its results" in captured.err
+
+
+def test_after_another_split_every_utterance_counts_once_and_with_its_own_reason(tmp_path, capsys):
+    """One job had them all before there were two; the set has shrunk since; one id is the end of another."""
+    path = write_set(tmp_path / "set", ["a", "b", "a_b"])
+    write_job(tmp_path / "output.1", "wav.scp", [b"codec_ssl_plain_tts_a_sample0 x"])
+    write_job(tmp_path / "output.2", "wav.scp", [b"codec_ssl_plain_tts_a_b_sample0 x"])
+    earlier = [Record(f"codec_ssl_plain_tts_{uid}", "ok", audio_seconds=1.0) for uid in ("a", "b", "a_b", "gone")]
+    journal_of(tmp_path / "output.1", *earlier)
+    refused = Record("codec_ssl_plain_tts_b", "refused", "no words")
+    journal_of(tmp_path / "output.2", refused, Record("codec_ssl_plain_tts_a_b", "length", "cut", audio_seconds=1.0))
+    assert merge(tmp_path, path, tmp_path / "output.1", tmp_path / "output.2") == 1
+    captured = capsys.readouterr()
+    assert "2 of 3 utterances have results (1 length, 1 ok, 1 refused)" in captured.out
+    assert captured.err == "merge_outputs: b: refused: no words\n"
+    facts = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert (facts["utterances"], facts["audio_seconds"]) == (3, 2.0)
+    assert facts["failures"] == {"codec_ssl_plain_tts_b": "refused: no words"}
+
+
+def test_an_id_that_begins_with_the_name_of_the_task_is_found(tmp_path):
+    path = write_set(tmp_path / "set", ["codec_ssl_plain_tts_1"])
+    write_job(tmp_path / "output.1", "wav.scp", [b"codec_ssl_plain_tts_codec_ssl_plain_tts_1_sample0 x"])
+    assert merge(tmp_path, path, tmp_path / "output.1") == 0
+
+
 def test_a_key_of_two_jobs_is_refused(tmp_path, capsys):
     path = write_set(tmp_path / "set", ["a"])
     for job in ("output.1", "output.2"):

@@ -110,6 +110,12 @@ class Measurement:
 
     def cells(self) -> Iterator[dict[str, Any]]:
         """One dictionary a load: the load, and what was measured or why the system refused it (``refused``)."""
+        if self.settings.profile and self.system.runner is None and self.system.name != PYTORCH:
+            log.warning(
+                "%s: no profile, what its steps do is not seen in this process; set VLLM_ENABLE_V1_MULTIPROCESSING=0, and no "
+                "tensor_parallel_size or data_parallel_size",
+                self.system.name,
+            )
         for load in self.settings.loads(self.system.name):
             cell = _described(self.system.name, load)
             try:
@@ -131,7 +137,7 @@ class Measurement:
         runs = [self._run(load) for _ in range(self.settings.repeat)]
         runs.sort(key=lambda run: run["rows_per_s"])
         measured = runs[len(runs) // 2] | {"rows_per_s_all": [run["rows_per_s"] for run in runs]}
-        if self.settings.profile and self.system.llm_engine is not None:
+        if self.settings.profile and self.system.runner is not None:
             measured["profile"] = profile_steps(self.system, self._units(load), load.output)
         return measured
 

@@ -35,7 +35,7 @@ def profile_steps(system: Any, units: list[Unit], output: int) -> dict[str, Any]
     """Runs ``units`` at once until half of their rows are there, looks at the steps that follow, and aborts the rest.
 
     Args:
-        system: one whose engine is in this process.
+        system: one whose model runner is in this process.
         output: rows of each unit.
 
     Returns:
@@ -43,14 +43,10 @@ def profile_steps(system: Any, units: list[Unit], output: int) -> dict[str, Any]
         kernel, ``busy_ms`` (some kernel runs), and ``kernels``: the ten that take longest, with their launches a step.
 
     Raises:
-        ConfigError: if ``output`` is too short for it, or the engine's steps cannot be seen.
+        ConfigError: if ``output`` is too short for it.
     """
     if output < _LEAST_OUTPUT:
         raise ConfigError(f"a profile needs outputs of at least {_LEAST_OUTPUT} rows, not {output}")
-    if system.runner is None:
-        raise ConfigError(
-            f"{system.name} does not show what its steps do; set VLLM_ENABLE_V1_MULTIPROCESSING=0, and no tensor_parallel_size"
-        )
     requests = [next(unit) for unit in units]
     started: set[str] = set()
     try:

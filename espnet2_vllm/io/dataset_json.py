@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +35,22 @@ class Reader(ABC):
 
 @dataclass(frozen=True)
 class TextReader(Reader):
-    """``id words...``, or for ``.jsonl`` ``{"id": ..., "text": ...}`` a line."""
+    """``id words...``, or for ``.jsonl`` ``{"id": ..., "text": ...}`` a line. ``faults``: of ids whose line has no text."""
 
     table: Table
+    faults: Mapping[str, DataError] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> TextReader:
         if path.suffix != ".jsonl":
             return cls(read_table(path))
-        return cls(Table(path, read_json_lines(path, "id", "text", str)))
+        found = read_json_lines(path, "id", "text", str)
+        faults = {uid: text for uid, text in found.items() if isinstance(text, DataError)}
+        return cls(Table(path, {uid: text for uid, text in found.items() if uid not in faults}), faults)
 
     def load(self, uid: str) -> str:
+        if uid in self.faults:
+            raise self.faults[uid]
         return self.table.value(uid)
 
 
@@ -68,12 +73,18 @@ class DialogueReader(Reader):
     """``{"example_id": ..., "messages": [[role, modality, content], ...]}`` a line."""
 
     path: Path
-    dialogues: Mapping[str, list]
+    dialogues: Mapping[str, list | DataError]
+
+    @classmethod
+    def open(cls, path: Path) -> DialogueReader:
+        return cls(path, read_json_lines(path, "example_id", "messages", list))
 
     def load(self, uid: str) -> list:
         if uid not in self.dialogues:
             raise DataError(f"{self.path}: no line has the example_id {uid}")
-        return self.dialogues[uid]
+        if isinstance(found := self.dialogues[uid], DataError):
+            raise found
+        return found
 
 
 def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | LhotseReader | ArkiveReader:
@@ -82,7 +93,7 @@ def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | 
     if kind == "kaldi_audio":
         return KaldiAudioReader(read_table(path), base_dir)
     if kind == "dialogue":
-        return DialogueReader(path, read_json_lines(path, "example_id", "messages", list))
+        return DialogueReader.open(path)
     if kind == "lhotse_audio":
         return LhotseReader.open(path, base_dir)
     if kind in ARKIVE_READERS:
@@ -134,7 +145,7 @@ def open_dataset(specifier: Specifier) -> Dataset:
     if not isinstance(data.get("data_entry"), list) or not isinstance(data.get("samples"), list):
         raise DataError(f"{path}: expected lists 'data_entry' and 'samples'; is this a dataset.json?")
     samples = distinct_ids(data["samples"], f"{path}: samples")
-    named = _entries(data["data_entry"], path)
+    named = entries_of(data["data_entry"], path)
     needed = [name for _, _, name in PROMPTS[specifier.task]] + [DIALOGUE_TASK] * (specifier.task == DIALOGUE_TASK)
     missing = [name for name in needed if name not in named]
     if missing:
@@ -147,8 +158,10 @@ def open_dataset(specifier: Specifier) -> Dataset:
     return Dataset(specifier, samples, readers)
 
 
-def _entries(entries: Iterable[Any], path: Path) -> dict[str, tuple[str, str]]:
-    """Path and reader by name."""
+def entries_of(entries: Any, path: Path) -> dict[str, tuple[str, str]]:
+    """Path and reader by name, of the ``data_entry`` of a ``dataset.json``. DataError, naming ``path``, for any other shape."""
+    if not isinstance(entries, list):
+        raise DataError(f"{path}: expected a list 'data_entry'; is this a dataset.json?")
     named: dict[str, tuple[str, str]] = {}
     for entry in entries:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("name", "path", "reader")):

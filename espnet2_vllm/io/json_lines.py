@@ -28,6 +28,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_json_values(path: Path) -> list[Any]:
+    """The JSON values of a file: one, or several one behind the other, as ESPnet merges the dialogues of several ranks.
+
+    Raises:
+        DataError: naming the file, for one that cannot be read, is no JSON or is empty.
+    """
+    values: list[Any] = []
+    start, decoder = 0, json.JSONDecoder()
+    try:
+        text = path.read_bytes().decode("utf-8-sig").strip()
+        while start < len(text):
+            value, start = decoder.raw_decode(text, start)
+            values.append(value)
+            start += len(text) - start - len(text[start:].lstrip())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: no JSON: {error}") from error
+    if not values:
+        raise DataError(f"{path}: is empty, expected JSON")
+    return values
+
+
 def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a file, unpacked if its name ends in ``.gz``. Empty lines do not matter.
 
@@ -58,18 +81,23 @@ def iterate_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def read_json_lines(path: Path, key: str, value: str, kind: type) -> dict[str, Any]:
     """``{item[key]: item[value]}`` of all lines.
 
+    Of an item whose value is missing or of another kind there is a DataError in its place: it costs that id alone.
+
     Raises:
-        DataError: naming file and line, for an item without the two, a value of another kind, and an id that comes twice.
+        DataError: naming file and line, for an item without an id, and an id that comes twice.
     """
     found: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for number, item in iterate_json_lines(path):
         uid = item.get(key)
-        if not isinstance(uid, str) or not isinstance(item.get(value), kind):
+        if not isinstance(uid, str):
             raise DataError(f"{path}:{number}: expected {key!r} (a string) and {value!r} (a {kind.__name__})")
         if uid in found:
             raise DataError(f"{path}:{number}: id {uid!r} was already in line {lines[uid]}; ids must be unique")
-        found[uid], lines[uid] = item[value], number
+        found[uid], lines[uid] = item.get(value), number
+        if not isinstance(found[uid], kind):
+            what = f"{value!r} is {found[uid]!r:.80}" if value in item else f"has no {value!r}"
+            found[uid] = DataError(f"{path}:{number}: {what}; expected a {kind.__name__}")
     return found
 
 

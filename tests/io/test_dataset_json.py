@@ -132,7 +132,7 @@ def test_json_lines_of_text(tmp_path):
     assert [dataset.messages(u)[0] for u in ("u1", "u2")] == [["user", "text", "a\nb"], ["user", "text", "é"]]
     for content, message in [
         (b'{"id": "u1", "text": "a"}\n{"id": "u1", "text": "b"}\n', "t.jsonl:2: id 'u1' was already in line 1"),
-        (b'{"id": "u1"}\n', "t.jsonl:1: expected 'id' .a string. and 'text'"),
+        (b'{"text": "a"}\n', "t.jsonl:1: expected 'id' .a string. and 'text'"),
         (b'{"id": "u1", "text": "a"}\n{"id": \n', "t.jsonl:2: no JSON"),
         (b'["u1"]\n', "t.jsonl:1: holds a list"),
         (b'{"id": "u1", "text": "\xff"}\n', "t.jsonl:1: not UTF-8"),
@@ -140,6 +140,27 @@ def test_json_lines_of_text(tmp_path):
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):
             opened("text_to_audio", tmp_path / "dataset.json")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"id": "u2"}', "t.jsonl:2: has no 'text'; expected a str"), ('{"id": "u2", "text": null}', "'text' is None")],
+)
+def test_a_json_line_without_its_text_costs_that_id_alone(tmp_path, line, message):
+    (tmp_path / "t.jsonl").write_text('{"id": "u1", "text": "a"}\n' + line + '\n{"id": "u3", "text": "b"}\n', "utf-8")
+    dataset = opened("text_to_audio", write(tmp_path, [("text1", "t.jsonl", "text")], ["u1", "u2", "u3"]))
+    assert [dataset.messages(u)[0][2] for u in ("u1", "u3")] == ["a", "b"]
+    with pytest.raises(DataError, match=message):
+        dataset.messages("u2")
+
+
+def test_a_dialogue_without_messages_costs_that_id_alone(tmp_path):
+    lines = ['{"example_id": "u1", "messages": []}', '{"example_id": "u2", "messages": "x"}']
+    (tmp_path / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    dataset = opened("dialogue", write(tmp_path, [("dialogue", "d.jsonl", "dialogue")], ["u1", "u2"]))
+    assert dataset.messages("u1") == []
+    with pytest.raises(DataError, match="d.jsonl:2: 'messages' is 'x'; expected a list"):
+        dataset.messages("u2")
 
 
 def test_kaldi_audio(tmp_path):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..io.json_lines import keyed_messages
+from ..io.json_lines import keyed_messages, read_json_values
+from ..io.kaldi import load_codes
 from ..io.keyed import read_keyed
 from ..io.names import safe_file_name
 from ..io.scores import FOLDER as SCORES
@@ -65,20 +67,34 @@ def read_tree(root: Path) -> dict[str, Item]:
     """Items by ``entry/key`` (Kaldi files), ``key/turn`` (dialogues) or ``key/message`` (results.json).
 
     Raises:
-        DataError: for a folder without results, or with a file that cannot be read.
+        DataError: for a folder without results, or with a file that cannot be read, or with several results of one key, as
+            where several sets lie in it.
     """
     if not root.is_dir():
         raise DataError(f"{root}: is no folder with results")
     items: dict[str, Item] = {}
-    for path in _files(root, "results.json"):
-        items.update(_messages(root, path))
-    for path in _files(root, "dialogue.json"):
-        items.update(read_turns(path))
-    for path in _entries(root):
-        items.update(_lines(root, path))
+    places: dict[str, Path] = {}
+    for path, found in _contents(root):
+        for key, item in found:
+            earlier = items.get(key)
+            if earlier is None or (earlier.text, earlier.wav) == (item.text, item.wav):
+                items[key] = earlier if earlier is not None and item.ids is None else item
+                places[key] = path
+                continue
+            raise DataError(
+                f"{root}: {places[key]} and {path} hold different results of {key}; compare set by set, and remove what earlier "
+                "runs left"
+            )
     if not items:
         raise DataError(f"{root}: holds no results (results.json, dialogue.json, or Kaldi files with *_token.scp)")
     return items
+
+
+def _contents(root: Path) -> Iterator[tuple[Path, Iterable[tuple[str, Item]]]]:
+    """Each file with results, and what it holds."""
+    yield from ((path, _messages(root, path)) for path in _files(root, "results.json"))
+    yield from ((path, read_turns(path)) for path in _files(root, "dialogue.json"))
+    yield from ((path, _lines(root, path)) for path in _entries(root))
 
 
 def _files(root: Path, name: str) -> list[Path]:
@@ -121,7 +137,7 @@ def read_turns(path: Path) -> Iterator[tuple[str, Item]]:
     ids = read_keyed(scp) if scp.is_file() else {}
     for key, turns in (item for records in _load(path) for item in keyed_messages(records, path, fields=(4,))):
         for number, (_, modality, _, content) in enumerate(turns):
-            text = modality == "text_bpe"
+            content, text = _said(content), modality == "text_bpe"
             name = f"{key}_segment{number}"
             yield f"{key}/{number}", Item(content if text else None, None if text else content, ids.get(name))
 
@@ -131,23 +147,20 @@ def _messages(root: Path, path: Path) -> Iterator[tuple[str, Item]]:
     for key, messages in keyed_messages(results, path, fields=(3,)):
         scores = path.parent / SCORES / safe_file_name(key, ".npz")
         for number, (_, modality, content) in enumerate(messages, 1):
-            content = content[0] if isinstance(content, list) else content
+            content = _said(content)
             text, ids = modality == "text", str(scores) if number == 1 and scores.is_file() else None
             yield f"{key}/{number}", Item(content if text else None, None if text else content, ids)
 
 
+def _said(content: Any) -> str | None:
+    """What a message holds, a list of one string as that string; as JSON, what is neither a string nor null."""
+    one = content[0] if isinstance(content, list) and len(content) == 1 else content
+    return one if one is None or isinstance(one, str) else json.dumps(content, ensure_ascii=False)
+
+
 def _load(path: Path) -> list[Any]:
-    """The JSON values of a file: one, or several one behind the other, as ESPnet merges the dialogues of several ranks."""
-    values, start, decoder = [], 0, json.JSONDecoder()
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-        while start < len(text):
-            value, start = decoder.raw_decode(text, start)
-            values.append(value)
-            start += len(text) - start - len(text[start:].lstrip())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
-    if not values or (len(values) > 1 and path.name == "results.json"):
+    values = read_json_values(path)
+    if len(values) > 1 and path.name == "results.json":
         raise DataError(f"{path}: holds {len(values)} JSON values, expected one")
     return values
 
@@ -157,7 +170,7 @@ def compare_trees(a: Path, b: Path, *, wav_tolerance: int = 2) -> TreeComparison
     """``wav_tolerance``: largest difference of two samples, in steps of 16 bits, that still counts as equal.
 
     Raises:
-        DataError: see ``read_tree``; or for an ark of ids that cannot be read. A sound that cannot be read is a difference.
+        DataError: see ``read_tree``. A sound, or ids, that cannot be read are a difference.
     """
     left, right = read_tree(a), read_tree(b)
     counts = {kind: [0, 0] for kind in ("text", "ids", "wav")}
@@ -201,9 +214,15 @@ def _text_difference(key: str, a: tuple[Path, str], b: tuple[Path, str], toleran
 
 
 def _ids_difference(key: str, a: tuple[Path, str], b: tuple[Path, str], tolerance: int) -> Difference | None:
-    one, other = _load_ids(*a), _load_ids(*b)
+    try:
+        one, other = _load_ids(*a), _load_ids(*b)
+    except DataError as error:
+        return Difference(key, "ids", str(error))
     if np.array_equal(one, other):
         return None
+    if one.shape[1:] != other.shape[1:]:
+        shapes = [list(one.shape), list(other.shape)]
+        return Difference(key, "ids", f"arrays of {shapes[0]} and {shapes[1]}", {"shapes": shapes})
     shared = min(len(one), len(other))
     unequal = np.flatnonzero((one[:shared] != other[:shared]).reshape(shared, -1).any(1))
     first = int(unequal[0]) if len(unequal) else shared
@@ -213,17 +232,18 @@ def _ids_difference(key: str, a: tuple[Path, str], b: tuple[Path, str], toleranc
 
 
 def _load_ids(root: Path, where: str) -> np.ndarray:
-    import kaldiio
-
+    """Raises DataError."""
+    name, colon, offset = where.rpartition(":")
+    if not (colon and offset.isdecimal()):
+        name, colon, offset = where, "", ""
+    path = Path(name) if name.endswith(".npz") else _find(root, name)
+    if path.suffix != ".npz":
+        return load_codes(f"{path}{colon}{offset}", root)
     try:
-        if where.endswith(".npz"):
-            with np.load(where) as file:
-                return file["ids"]
-        name, colon, offset = where.rpartition(":")
-        path = _find(root, name if colon and offset.isdecimal() else where)
-        return kaldiio.load_mat(f"{path}:{offset}" if colon and offset.isdecimal() else str(path))
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise DataError(f"{where}: no ids can be read: {error}") from error
+        with np.load(path) as file:
+            return file["ids"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: no ids can be read: {error}") from error
 
 
 def _wav_difference(key: str, a: tuple[Path, str], b: tuple[Path, str], tolerance: int) -> Difference | None:
@@ -265,9 +285,9 @@ def _find(root: Path, name: str) -> Path:
 
     What the name says by itself may be a file of another tree, of which this one is a copy.
     """
-    parts = Path(name).parts
+    parts = Path(name).parts or ("",)
     places = [root.joinpath(*parts[start:]) for start in range(1 if parts[0] == "/" else 0, len(parts))]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise DataError(f"{name}: no such file below {root}")
+        raise DataError(f"{name or 'nothing is named'}: no such file below {root}")
     return found

@@ -178,6 +178,55 @@ def test_results_of_another_shape_are_named(name, text, tmp_path, capsys):
     assert name in capsys.readouterr().err
 
 
+def test_ids_that_cannot_be_read_are_that_keys_difference(asr, tmp_path):
+    a, b = asr
+    scp = b / "text" / "text_token.scp"
+    first, second, *rest = scp.read_text(encoding="utf-8").splitlines(keepends=True)
+    name = first.split()[1].partition(":")[0].rpartition("/")[2]
+    ark = b / "text" / name
+    end = ark.stat().st_size
+    scp.write_text(f"{first.split()[0]} {name}:{end - 4}\n{second.split()[0]}\n" + "".join(rest), encoding="utf-8")
+    code, facts = run(tmp_path, a, b)
+    assert code == 1 and [d["kind"] for d in facts["differences"]] == ["ids", "ids"]
+    assert run(tmp_path, a, b, "--max-differing", "0.9")[0] == 0
+
+
+def test_scores_of_other_streams_are_a_difference(tmp_path):
+    trees = [tmp_path / name for name in "ab"]
+    for streams, tree in enumerate(trees, 3):
+        (tree / ".scores").mkdir(parents=True)
+        (tree / "results.json").write_text('{"u": [["assistant", "text", ["x"]]]}', encoding="utf-8")
+        np.savez(tree / ".scores" / "u.npz", ids=np.zeros((5, streams), np.int32))
+    code, facts = run(tmp_path, *trees)
+    assert code == 1 and facts["differences"][0]["detail"] == "arrays of [5, 3] and [5, 4]"
+    (trees[0] / ".scores" / "u.npz").write_bytes(b"PK\x03\x04 cut")
+    assert "no ids can be read" in run(tmp_path, *trees)[1]["differences"][0]["detail"]
+
+
+def test_two_sets_below_one_folder_are_not_taken_for_one(tmp_path, capsys):
+    """Both hold the same ids: the results of one would hide those of the other."""
+    for tree, text in (("a", "x"), ("b", "y")):
+        for name, said in (("one", text), ("two", "same")):
+            folder = tmp_path / tree / f"text_only_{name}"
+            folder.mkdir(parents=True)
+            (folder / "results.json").write_text(json.dumps({"u": [["assistant", "text", said]]}), encoding="utf-8")
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "hold different results of u/1; compare set by set" in capsys.readouterr().err
+    assert run(tmp_path, tmp_path / "a" / "text_only_one", tmp_path / "b" / "text_only_one")[0] == 1
+
+
+@pytest.mark.parametrize("content", [[], ["x", "y"], {"x": 1}, 3])
+def test_texts_of_another_shape_are_compared_as_they_stand(content, tmp_path):
+    for tree, value in (("a", content), ("b", ["words"])):
+        (tmp_path / tree).mkdir()
+        (tmp_path / tree / "results.json").write_text(
+            json.dumps({"u": [["assistant", "text", value]]}), encoding="utf-8"
+        )
+    code, facts = run(tmp_path, tmp_path / "a", tmp_path / "b")
+    assert code == 1 and facts["differences"][0]["facts"] == {"a": json.dumps(content), "b": "words"}
+    assert run(tmp_path, tmp_path / "a", tmp_path / "a")[0] == 0
+
+
 def test_differences_that_cannot_be_written(asr, tmp_path, capsys):
     assert compare.main([*map(str, asr), "--json", str(tmp_path)]) == 1
     assert "espnet2-vllm compare: " in capsys.readouterr().err

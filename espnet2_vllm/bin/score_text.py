@@ -16,9 +16,12 @@ from typing import Any
 
 from espnet2_vllm.bin.split_data import entries_of, task_of, utterances_of
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
-from espnet2_vllm.io.data_json import read_json
+from espnet2_vllm.io.data_json import folder_of, read_json
+from espnet2_vllm.io.dataset_json import DialogueReader, TextReader
+from espnet2_vllm.io.dataset_json import entries_of as dataset_entries
 from espnet2_vllm.io.files import whole_file
-from espnet2_vllm.io.json_lines import keyed_messages
+from espnet2_vllm.io.json_lines import keyed_messages, read_json_values
+from espnet2_vllm.io.kaldi import locate
 from espnet2_vllm.io.keyed import read_keyed
 
 _NAMED = 20  # keys that a line names
@@ -39,23 +42,36 @@ def load_opuslm(data_json: Path, results_root: Path) -> Set | None:
     description = read_json(data_json)
     task, ids = task_of(data_json, description), utterances_of(data_json, description)
     results = results_root / f"{task}_{data_json.absolute().parent.name}"
+    base_dir = folder_of(data_json, description)
     entries = entries_of(data_json, description)
     dialogue = next((entry for entry in entries if entry.kind == "dialogue_json"), None)
     if dialogue is not None:
-        packs = read_keyed(dialogue.path)
-        turns = {key: read_json(Path(packs[key]))[key] for key in ids}
-        references = {key: _last([turn for turn in turns[key] if turn[0] == "assistant"], "text_bpe") for key in ids}
-        written = {key: value for record in _results(results / "dialogue.json") for key, value in record.items()}
-        found = {key: written.get(f"{task}_{key}", []) for key in ids}
-        hypotheses = {key: _last([turn for turn in found[key] if turn[0] == "assistant"], "text_bpe") for key in ids}
-        return Set(results, _known(references), _known(hypotheses))
+        references = _dialogue_references(read_keyed(locate(str(dialogue.path), base_dir)), ids, base_dir)
+        path = results / "dialogue.json"
+        written = {key: turns for records in _results(path) for key, turns in keyed_messages(records, path)}
+        hypotheses = {uid: _answer(written.get(f"{task}_{uid}", []), "text_bpe") for uid in ids}
+        return Set(results, references, _known(hypotheses))
     target = entries[-1]
     if target.modality != "text_bpe" or len(entries) < 2:
         return None
-    written = read_keyed(results / target.name)
-    hypotheses = {key: written.get(f"{task}_{key}_sample0") for key in ids}
-    references = read_keyed(target.path)
-    return Set(results, {key: references[key] for key in ids if key in references}, _known(hypotheses))
+    lines = read_keyed(results / target.name)
+    hypotheses = {uid: lines.get(f"{task}_{uid}_sample0") for uid in ids}
+    references = read_keyed(locate(str(target.path), base_dir))
+    return Set(results, {uid: references[uid] for uid in ids if uid in references}, _known(hypotheses))
+
+
+def _dialogue_references(index: Mapping[str, str], ids: Sequence[str], base_dir: Path) -> dict[str, str]:
+    """The last text of the assistant in each dialogue that has one. Raises DataError for a pack that is damaged."""
+    packs: dict[str, Mapping[str, Any]] = {}
+    references = {}
+    for uid in ids:
+        if not (name := index.get(uid)):
+            continue
+        if name not in packs:
+            path = locate(name, base_dir)
+            packs[name] = dict(keyed_messages(read_json(path), path))
+        references[uid] = _answer(packs[name].get(uid, []), "text_bpe")
+    return _known(references)
 
 
 def load_bagpiper(dataset_json: Path, results_root: Path, task: str) -> Set | None:
@@ -65,20 +81,32 @@ def load_bagpiper(dataset_json: Path, results_root: Path, task: str) -> Set | No
     description = read_json(dataset_json)
     ids = utterances_of(dataset_json, description)
     results = results_root / f"{task}_{dataset_json.absolute().parent.name}"
-    readers = {entry["name"]: (entry["reader"], Path(entry["path"])) for entry in description["data_entry"]}
-    references: dict[str, str | None] = {}
-    if "dialogue" in readers:
-        for line in readers["dialogue"][1].read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            turns = [turn for turn in record["messages"] if turn[0] == "assistant"]
-            references[record["example_id"]] = turns[0][2] if turns and turns[0][1] == "text" else None
-    elif readers.get("text1", ("",))[0] == "text":
-        references.update(read_keyed(readers["text1"][1]))
-    if not _known(references):
+    references = _bagpiper_references(dataset_json, description, ids)
+    if not references:
         return None
-    written = _results(results / "results.json")
-    hypotheses = {key: _last(written.get(key, []), "text") for key in ids}
-    return Set(results, {key: ref for key, ref in _known(references).items() if key in set(ids)}, _known(hypotheses))
+    path = results / "results.json"
+    written = {key: turns for records in _results(path) for key, turns in keyed_messages(records, path)}
+    hypotheses = {uid: _last(written.get(uid, []), "text") for uid in ids}
+    return Set(results, references, _known(hypotheses))
+
+
+def _bagpiper_references(path: Path, description: Mapping[str, Any], ids: Sequence[str]) -> dict[str, str]:
+    """The assistant's first turn of each dialogue, if it is text, or ``text1``. Raises DataError."""
+    readers = dataset_entries(description.get("data_entry"), path)
+    if "dialogue" in readers:
+        dialogues = DialogueReader.open(locate(readers["dialogue"][0], path.parent)).dialogues
+        return _known({uid: _last(_first_answer(dialogues.get(uid)), "text") for uid in ids})
+    where, reader = readers.get("text1", ("", ""))
+    if reader != "text":
+        return {}
+    table = TextReader.open(locate(where, path.parent)).table
+    return {uid: table[uid] for uid in ids if uid in table}
+
+
+def _first_answer(messages: Any) -> list[list[Any]]:
+    """The assistant's first message, in a list; none where there is none, or no conversation."""
+    whole = messages if isinstance(messages, list) else []
+    return [turn for turn in whole if isinstance(turn, list) and len(turn) == 3 and turn[0] == "assistant"][:1]
 
 
 def load_files(references: Path, hypotheses: Path, task: str | None) -> Set:
@@ -88,9 +116,8 @@ def load_files(references: Path, hypotheses: Path, task: str | None) -> Set:
     """
     found: dict[str, str | None] = {}
     if hypotheses.suffix == ".json":
-        for key, turns in keyed_messages(_results(hypotheses), hypotheses):
-            spoken = [turn for turn in turns if turn[0] == "assistant" and turn[1] in ("text", "text_bpe")]
-            found[key] = _last(spoken, spoken[-1][1]) if spoken else None
+        for key, turns in (item for records in _results(hypotheses) for item in keyed_messages(records, hypotheses)):
+            found[key] = _answer(turns, "text", "text_bpe")
     else:
         found.update(read_keyed(hypotheses))
     kept = {}
@@ -133,23 +160,29 @@ def score(scored: Set) -> dict:
     }
 
 
-def _last(turns: Sequence[Sequence], modality: str) -> str | None:
-    texts = [turn[-1] for turn in turns if turn[1] == modality]
-    if not texts:
-        return None
+def _answer(turns: Sequence[Sequence], *modalities: str) -> str | None:
+    """The last text of the assistant."""
+    return _last([turn for turn in turns if turn[0] == "assistant"], *modalities)
+
+
+def _last(turns: Sequence[Sequence], *modalities: str) -> str | None:
+    """The last text of ``modalities``; None if there is none."""
+    texts = [turn[-1] for turn in turns if turn[1] in modalities]
     # Some revisions of ESPnet write a list of hypotheses.
-    return texts[-1][0] if isinstance(texts[-1], list) else texts[-1]
+    text = texts[-1] if texts else None
+    text = next(iter(text), None) if isinstance(text, list) else text
+    return text if isinstance(text, str) else None
 
 
 def _known(texts: Mapping[str, str | None]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if text is not None}
 
 
-def _results(path: Path) -> Any:
+def _results(path: Path) -> list[Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}; has stage inference run?") from error
+        return read_json_values(path)
+    except DataError as error:
+        raise DataError(f"{error}; has stage inference run?") from error
 
 
 def get_parser() -> argparse.ArgumentParser:

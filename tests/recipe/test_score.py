@@ -78,6 +78,57 @@ def test_errors(dialogue_set, capsys):
     assert "has stage inference run?" in capsys.readouterr().err
 
 
+def test_references_are_read_as_the_decoder_reads_them(dialogue_set, tmp_path, monkeypatch):
+    """Paths from the folder of the set, ``.jsonl``, a byte-order mark, empty lines, separators of Unicode, no dialogue."""
+    path, results = dialogue_set("bagpiper", "dialogue")
+    monkeypatch.chdir(tmp_path)
+    answers = {"a": [["user", "text", "x"], ["assistant", "text", "one \u2028 two"]], "b": ["assistant"], "c": 3}
+    lines = [json.dumps({"example_id": key, "messages": turns}, ensure_ascii=False) for key, turns in answers.items()]
+    (path.parent / "dialogue.jsonl").write_text("\ufeff" + "\r\n\n".join(lines), encoding="utf-8")
+    entry = {"name": "dialogue", "path": "dialogue.jsonl", "reader": "dialogue"}
+    write(path, {"data_entry": [entry], "samples": ["a", "b", "c", "d"]})
+    write(
+        results / "results.json", {"a": [["assistant", "text", ["one \u2028 two"]]], "b": [["assistant", "text", []]]}
+    )
+    assert run(path, results, "--family", "bagpiper", "--task", "dialogue") == 0
+    assert json.loads((results / "score.json").read_text(encoding="utf-8"))["utterances"] == 1
+    entry = {"name": "text1", "path": "text.jsonl", "reader": "text"}
+    (path.parent / "text.jsonl").write_text('{"id": "a", "text": "one"}\n{"id": "b"}\n', encoding="utf-8")
+    write(path, {"data_entry": [entry], "samples": ["a", "b"]})
+    write(tmp_path / "exp" / "dialogue_test" / "results.json", {"a": [["assistant", "text", ["one"]]]})
+    assert run(path, results, "--family", "bagpiper", "--task", "dialogue") == 0
+
+
+@pytest.mark.parametrize("content", ["{}", '{"samples": ["a"]}', '{"samples": ["a"], "data_entry": [3]}', "[]"])
+def test_a_set_of_another_shape_is_no_traceback(dialogue_set, content, capsys):
+    path, results = dialogue_set("bagpiper", "dialogue")
+    path.write_text(content, encoding="utf-8")
+    assert run(path, results, "--family", "bagpiper", "--task", "dialogue") == 1
+    assert "score_text: " in capsys.readouterr().err
+
+
+def test_dialogues_that_espnet_merged_and_packs_beside_the_set(dialogue_set, tmp_path, monkeypatch):
+    """Its merged file is several lists; a pack is named from the folder of the ``data.json``, and one dialogue is not in it."""
+    path, results = dialogue_set("opuslm", "text_dialogue")
+    monkeypatch.chdir(tmp_path)
+    (path.parent / "index").mkdir()
+    (path.parent / "index" / "dialogue").write_text(
+        "a dialogue.json\nb dialogue.json\nc dialogue.json\n", encoding="utf-8"
+    )
+    data = {
+        "task": "text_dialogue",
+        "data_files": ["index/dialogue,dialogue,dialogue_json"],
+        "examples": ["a", "b", "c"],
+    }
+    write(path, data)
+    turns = {"a": "one two three", "b": "four five"}
+    lists = [json.dumps([{f"text_dialogue_{key}": [["assistant", "text_bpe", False, turns[key]]]}]) for key in turns]
+    (results / "dialogue.json").write_text("\n".join(lists), encoding="utf-8")
+    assert run(path, results, "--family", "opuslm") == 0
+    scores = json.loads((results / "score.json").read_text(encoding="utf-8"))
+    assert (scores["wer"], scores["utterances"]) == (0, 2)
+
+
 # -- two files, and speech ---------------------------------------------------------------------------------------------
 SCORE = pathlib.Path(__file__).resolve().parents[2] / "tools" / "score.sh"
 

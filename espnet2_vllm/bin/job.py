@@ -109,7 +109,7 @@ def run_job(
     from ..backends import decode
 
     for writer in writers:
-        writer.journal.begin()
+        writer.begin()
     tally = Tally()
     keys: dict[ResultWriter, list[str]] = {writer: [] for writer in writers}
     begun: dict[str, tuple[ResultWriter, float]] = {}

@@ -153,14 +153,16 @@ class Journal:
             self._lock.close()
             raise
 
-    def begin(self) -> None:
-        """Sets an earlier journal aside if it cannot be gone on with; the first thing that is saved does so too.
+    def begin(self) -> bool:
+        """Sets an earlier journal aside if it cannot be gone on with, and says so; the first thing that is saved does so too.
 
         Not before, because a run may still be refused (by the engine, for an option): it must not cost what is finished.
         """
-        if self._file is None:
-            self._start(self._settings)
-            self._open()
+        if self._file is not None:
+            return False
+        aside = self._start(self._settings)
+        self._open()
+        return aside
 
     def _open(self) -> None:
         self._file = open(self.path, "ab")  # noqa: SIM115
@@ -207,15 +209,20 @@ class Journal:
                 file.close()
 
     # -- opening ------------------------------------------------------------------------------------------------------
-    def _start(self, settings: Mapping[str, Any]) -> None:
-        if self.path.exists():
+    def _start(self, settings: Mapping[str, Any]) -> bool:
+        """Whether there was an earlier journal."""
+        aside = self.path.exists()
+        if aside:
             old = self.path.with_name("journal.old.jsonl")
             os.replace(self.path, old)
             log.warning("%s: starting over; the earlier journal is now %s", self.directory, old)
             # Of tokens that are gone as well; whoever reads the results would take them for the new ones'.
             shutil.rmtree(self.directory / SCORES, ignore_errors=True)
+            for name in ("run.json", "report.json", "report.html"):
+                self.path.with_name(name).unlink(missing_ok=True)
         self._tokens_path.unlink(missing_ok=True)
         self.path.write_bytes(json.dumps({"journal": FORMAT, "settings": settings}).encode() + b"\n")
+        return aside
 
     def _load(self, settings: Mapping[str, Any]) -> bool:
         """Reads the earlier journal; False if there is none that fits ``settings``."""

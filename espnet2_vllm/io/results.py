@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -226,6 +226,20 @@ class ResultWriter(ABC):
             self._arks.add(ark)
             start, clipped = append_to_ark(self.directory / ark, name.removesuffix(form.suffix), wav, rate, form)
         return f"{ark}:{start}", clipped
+
+    def begin(self) -> None:
+        """Opens the journal for this run, before the first draft.
+
+        The result files of an earlier run that is not gone on with are removed: until this one writes its own they would name
+        recordings that it has replaced, and look like its results if it was killed.
+        """
+        if self.journal.begin():
+            for path in self.result_files():
+                path.unlink(missing_ok=True)
+
+    def result_files(self) -> Iterable[Path]:
+        """What ``finish`` has written, of any number of ranks."""
+        return ()
 
     @abstractmethod
     def finish(self, keys: Sequence[str]) -> None:

@@ -62,10 +62,14 @@ class BagpiperWriter(ResultWriter):
             messages.append([segment.role, segment.modality, text, file])
         return Draft(replace(record, result=messages), tuple(clips))
 
+    def result_files(self) -> list[Path]:
+        return [self.directory / "results.json"]
+
     def finish(self, keys: Sequence[str]) -> None:
         results = {record.key: [self._message(*message) for message in record.result] for record in self.written(keys)}
-        if not keys:
-            return  # ESPnet's file appears with the first sample
+        if not keys:  # ESPnet's file appears with the first sample; what is there is of a larger set
+            (self.directory / "results.json").unlink(missing_ok=True)
+            return
         with whole_file(self.directory / "results.json") as file:
             file.write(json.dumps(results, indent=4, ensure_ascii=False))
 

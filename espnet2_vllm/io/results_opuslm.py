@@ -82,6 +82,11 @@ class OpusLMWriter(ResultWriter):
             if number.isdecimal() and int(number) >= self.nproc:
                 path.unlink()
 
+    def _files_of(self, entry: str, name: str) -> list[Path]:
+        """Files of an entry whose merged one is called ``name``."""
+        folder = self.directory / entry
+        return [folder / name, folder / f"{self.token_name(entry)}.scp", *folder.glob("rank*_*")]
+
     def _write_text(self, name: str, text: str) -> str:
         with whole_file(self.directory / name) as file:
             file.write(text)
@@ -118,6 +123,9 @@ class TaskWriter(OpusLMWriter):
                 rows.append([entry, name, text, file])
                 tokens.append(content.tokens)
         return Draft(replace(record, result=rows), tuple(clips), tuple(tokens))
+
+    def result_files(self) -> list[Path]:
+        return [path for entry in self.entries for path in self._files_of(entry, entry)]
 
     def finish(self, keys: Sequence[str]) -> None:
         ranks = self._ranks(keys)
@@ -169,6 +177,9 @@ class ChatWriter(OpusLMWriter):
             turns.append([name, segment.role, modality, not segment.generated, text, file])
             tokens.append(content.tokens)
         return Draft(replace(record, result=turns), tuple(clips), tuple(tokens))
+
+    def result_files(self) -> list[Path]:
+        return self._files_of(DIALOGUE, f"{DIALOGUE}.json")
 
     def finish(self, keys: Sequence[str]) -> None:
         dialogues, scps = [], []

@@ -157,6 +157,20 @@ def test_text_formats(model, tmp_path):
         make_writer(model, tmp_path / "x", text_format="json")
 
 
+def test_results_of_another_set_or_other_settings_do_not_stay(model, tmp_path):
+    (tmp_path / "results.json").write_text("{}", encoding="utf-8")
+    writer = make_writer(model, tmp_path)
+    writer.begin()
+    assert (tmp_path / "results.json").is_file(), "not ours: there was no journal"
+    writer.finish([])
+    assert not (tmp_path / "results.json").exists(), "of a larger set"
+    writer.journal.close()
+    (tmp_path / "results.json").write_text("{}", encoding="utf-8")
+    again = BagpiperWriter(tmp_path, writer.layout, Journal(tmp_path, {"seed": 1}), None, None)
+    again.begin()
+    assert not (tmp_path / "results.json").exists()
+
+
 def test_an_empty_share_writes_nothing(model, tmp_path):
     make_writer(model, tmp_path).finish([])
     assert not (tmp_path / "results.json").exists()

@@ -181,6 +181,25 @@ def test_no_tokens_at_all_are_written_and_read_back(model, tmp_path):
     assert [arks[f"textlm_{k}_sample0"].tolist() for k in "ab"] == [[], [7, 8]]
 
 
+def test_results_that_are_not_gone_on_with_are_gone_when_the_next_run_begins(model, tmp_path):
+    """Killed in the middle, it would look finished, with texts of other settings."""
+    layout, files = opuslm_layout(model), ("rank0_text", "rank1_text", "rank1_text_token.ark", "text", "text_token.scp")
+    writer = text_writer(model, tmp_path, "words", nproc=2)
+    store(writer, text_result(layout, "textlm_u", [1, 2]))
+    writer.finish(["textlm_u"])
+    writer.journal.close()
+    (tmp_path / "text" / "own").write_text("", encoding="utf-8")
+    same = text_writer(model, tmp_path, "words")
+    same.begin()
+    same.journal.close()
+    assert all((tmp_path / "text" / name).is_file() for name in files)
+    other = Journal(tmp_path, {"seed": 1})
+    again = TaskWriter(tmp_path, layout, other, None, None, task="textlm", entries=["text"])
+    assert all((tmp_path / "text" / name).is_file() for name in files), "before the engine is there, nothing is lost"
+    again.begin()
+    assert [path.name for path in (tmp_path / "text").iterdir()] == ["own"]
+
+
 def test_a_refused_key_is_in_the_journal_and_in_no_file(model, tmp_path):
     writer = text_writer(model, tmp_path, "x", nproc=2)
     store(writer, text_result(writer.layout, "textlm_a", [1]))

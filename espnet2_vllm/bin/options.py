@@ -49,6 +49,14 @@ def flag(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
+class Repeated(argparse.Action):
+    """An option that may come several times: a list of its values."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, [*(earlier if isinstance(earlier, list) else ()), values])
+
+
 def at_least(least: int) -> Any:
     """Type of a whole number that is not below ``least``."""
 

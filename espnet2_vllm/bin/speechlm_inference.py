@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from .options import (
     ESPNET,
     SEED_HELP,
+    Repeated,
     add,
     add_decoding_options,
     at_least,
@@ -40,14 +41,6 @@ _DECODING = (
 )  # fmt: skip
 
 
-class _Repeated(argparse.Action):
-    """An option that may come several times: a list of its values."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        earlier = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, [*(earlier if isinstance(earlier, list) else ()), values])
-
-
 class _Nested(argparse.Action):
     """``--codec_conf key=value``, ``key.inner=value``, or a whole yaml mapping, once or several times."""
 
@@ -70,6 +63,8 @@ class _Nested(argparse.Action):
             block = made
             for name in outer:
                 block = block.setdefault(name, {})
+                if not isinstance(block, dict):
+                    parser.error(f"{option_string} {values!r}: {name} is {block!r}, given before, and holds no {last}")
             block[last] = value
         setattr(namespace, self.dest, made)
 
@@ -102,7 +97,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "dtype", default="float32", choices=DTYPES, help="Data type")
     add(group, "num_workers", type=at_least(0), default=0, help="Accepted; there is no DataLoader")
     add(group, "batch_size", type=at_least(1), default=1, help="Accepted; the engine batches by itself")
-    add(group, "data_path_and_name_and_type", action=_Repeated, help="PATH/data.json,_,dataset_json; exactly one")
+    add(group, "data_path_and_name_and_type", action=Repeated, help="PATH/data.json,_,dataset_json; exactly one")
     add(group, "train_config", help="Training configuration file, or a converted directory")
     add(group, "model_file", help="Model parameter file")
     add(group, "model_tag", help="A folder, or a tag of the hub; wins over train_config and model_file")
@@ -166,12 +161,6 @@ def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig
             f"{config.source}: has a block a modality, which espnet2_vllm.bin.speechlm_inference_chat takes; here search_algo, "
             "maxlenratio and the other options stand at the top"
         )
-    if isinstance(args.data_path_and_name_and_type, list):
-        if len(args.data_path_and_name_and_type) != 1:
-            raise ConfigError(
-                f"--data_path_and_name_and_type is given {len(args.data_path_and_name_and_type)} times; expected one data.json"
-            )
-        args.data_path_and_name_and_type = args.data_path_and_name_and_type[0]
     tag = args.model_tag if "model_tag" in given else config.cli.get("model_tag", args.model_tag)
     if tag:
         from ..checkpoint.hub import find_folder
@@ -179,8 +168,6 @@ def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig
         args.train_config, args.model_file = str(find_folder(tag)), None
         given |= {"train_config", "model_file"}
     config = take_over(args, given, config)
-    if isinstance(args.data_path_and_name_and_type, list):
-        (args.data_path_and_name_and_type,) = args.data_path_and_name_and_type
     if args.output_dir is None:
         raise ConfigError("--output_dir is missing")
     return config

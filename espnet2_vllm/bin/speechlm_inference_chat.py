@@ -18,6 +18,7 @@ from ..errors import ConfigError, DataError
 from .options import (
     ESPNET,
     SEED_HELP,
+    Repeated,
     add,
     add_decoding_options,
     at_least,
@@ -74,7 +75,7 @@ def get_parser() -> argparse.ArgumentParser:
         group, "inference_last_segment", type=flag, default=False, help="Decode the last segment only, given the others"
     )
     add(group, "nbest", type=at_least(1), help="Number of hypotheses to return; 1 if neither this nor the yaml says")
-    add(group, "data_path_and_name_and_type", help="PATH/data.json,_,dataset_json")
+    add(group, "data_path_and_name_and_type", action=Repeated, help="PATH/data.json,_,dataset_json; exactly one")
     add_decoding_options(parser)
     return parser
 
@@ -125,11 +126,11 @@ def run_espnet_on(module: str, parser: argparse.ArgumentParser, args: argparse.N
     from ..io.results_opuslm import DIALOGUE
     from ..reports.trees import read_turns
 
-    triplets = args.data_path_and_name_and_type
-    for name, value in (("output_dir", args.output_dir), ("data_path_and_name_and_type", triplets)):
+    triplet = _only_set(args.data_path_and_name_and_type)
+    for name, value in (("output_dir", args.output_dir), ("data_path_and_name_and_type", triplet)):
         if not value:
             raise ConfigError(f"--{name} is missing")
-    data = open_data_json(data_path(triplets[0] if isinstance(triplets, list) else triplets))
+    data = open_data_json(data_path(triplet))
 
     def found() -> set[str]:
         if data.task.chat:
@@ -155,6 +156,7 @@ def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingC
     Raises:
         ConfigError: for an option that is missing, or cannot be used.
     """
+    args.data_path_and_name_and_type = _only_set(args.data_path_and_name_and_type)
     for name, value in config.cli.items():
         if name in _NOT_FROM_YAML or not hasattr(args, name):
             log.warning("%s: %s has no effect on this command line", config.source, name)
@@ -167,6 +169,7 @@ def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingC
                 "%s: %s: %s wins over --%s %s, as in ESPnet", config.source, name, value, name, getattr(args, name)
             )
         setattr(args, name, Path(value) if name == "output_dir" else value)
+    args.data_path_and_name_and_type = _only_set(args.data_path_and_name_and_type)
     logging.getLogger().setLevel(args.log_level.upper())
     for name in ("train_config", "data_path_and_name_and_type"):
         if not getattr(args, name):
@@ -183,6 +186,13 @@ def take_over(args: argparse.Namespace, given: frozenset[str], config: DecodingC
             effect = f"results are laid out as by {args.nproc} processes" if name == "nproc" else "no effect"
             log.info("--%s %d: one engine decodes everything; %s", name, getattr(args, name), effect)
     return config.replace(dtype=args.dtype)
+
+
+def _only_set(triplets: Any) -> Any:
+    """The one of a list of ``PATH,_,dataset_json``, or what is no list."""
+    if isinstance(triplets, list) and len(triplets) != 1:
+        raise ConfigError(f"--data_path_and_name_and_type is given {len(triplets)} times; expected one data.json")
+    return triplets[0] if isinstance(triplets, list) else triplets
 
 
 def _config_file(args: argparse.Namespace) -> Path:

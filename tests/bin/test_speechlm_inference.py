@@ -200,6 +200,12 @@ def test_what_cannot_be_used_is_said(model, tmp_path, caplog, more, message):
     assert message in caplog.text
 
 
+def test_a_codec_key_cannot_be_a_value_and_hold_others(capsys):
+    with pytest.raises(SystemExit) as stop:
+        speechlm_inference.main(["--codec_conf", "a=1", "--codec_conf", "a.b=2"])
+    assert stop.value.code == 2 and "'a.b=2': a is 1, given before, and holds no b" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["nan", "1.5", "-0.1", "inf"])
 def test_without_a_yaml_it_is_the_command_line_that_is_wrong(model, tmp_path, caplog, value):
     assert (

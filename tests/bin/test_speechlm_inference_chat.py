@@ -166,6 +166,10 @@ def test_nbest_in_a_dialogue_is_refused(model, decode, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
+        (
+            ["--data_path_and_name_and_type", "other/data.json,_,dataset_json"],
+            ["given 2 times; expected one data.json"],
+        ),
         (["--engine_option", "eager"], ["NAME=VALUE"]),
         (["--engine_option", "max_num_seqs=2", "--max_num_seqs", 3], ["max_num_seqs", "twice"]),
         (["--max_num_seqs", 3], ["max_num_seqs", "pytorch"]),

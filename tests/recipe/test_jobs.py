@@ -58,7 +58,13 @@ def test_a_hint_says_that_one_engine_batches(prepared):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "gpus"), [("--minlen 3", 1), ("--data_parallel_size 2", 2), ("--tensor-parallel-size 2", 2)]
+    ("arguments", "gpus"),
+    [
+        ("--minlen 3", 1),
+        ("--device cuda:0", 1),
+        ("--data_parallel_size 2", 2),
+        ("--tensor-parallel-size 4 --tensor-parallel-size 2", 2),
+    ],
 )
 def test_gpus_of_a_job(prepared, arguments, gpus):
     """``--ngpu`` of ESPnet's recipes is of the training; a job takes as many where its options have a use for them."""

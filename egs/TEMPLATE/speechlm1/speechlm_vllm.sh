@@ -116,6 +116,7 @@ set +u
 . "$(here_or_template path.sh)"
 . "$(here_or_template cmd.sh)"
 set -u
+. "${template}/utils/resources.sh"
 
 stage_number() { # stage_number OPTION VALUE
     case "$2" in
@@ -149,26 +150,7 @@ one_of backend "${backend}" vllm pytorch espnet
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
-gpus_of_arguments() { # what engines and codec of a job take by --inference_args
-    local kind product=1
-    # Ray's are wherever it finds them.
-    if ! [[ ${inference_args} == *distributed_executor_backend=ray* ]]; then
-        for kind in data tensor; do
-            if [[ ${inference_args} =~ ${kind}[_-]parallel[_-]size[\ =]+([0-9]+) ]]; then
-                product=$((product * 10#${BASH_REMATCH[1]}))
-            fi
-        done
-    fi
-    if [[ ${inference_args} =~ --device[\ =]+cuda:([0-9]+) ]] && [ "$((10#${BASH_REMATCH[1]}))" -ge "${product}" ]; then
-        product=$((10#${BASH_REMATCH[1]} + 1))
-    fi
-    echo "${product}"
-}
-if ! [[ ${inference_args} =~ parallel[_-]size|--device[\ =]+cuda: ]] && [ "${ngpu}" -gt 1 ]; then
-    log "--ngpu ${ngpu} is of the training, as in ESPnet: decoding takes 1, without a parallel size or device in --inference_args"
-    ngpu=1
-fi
-[ "${ngpu}" -ne 1 ] || ngpu=$(gpus_of_arguments)
+gpus_of_a_job
 
 case "${family}" in
     opuslm) json_name=data.json module=espnet2_vllm.bin.speechlm_inference_chat default_model=valid.acc.ave.pth ;;
@@ -272,51 +254,6 @@ if [ -z "${test_jsons}" ] && [ -n "${test_sets}" ] && [ -n "${task}" ] && [ -n "
         test_jsons+="${test_jsons:+ }${data_dir}/${dset}/${json_name}"
     done
 fi
-
-count_gpus() { # of this machine, or those that CUDA_VISIBLE_DEVICES leaves
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        echo "${CUDA_VISIBLE_DEVICES}" | tr ',' '\n' | grep -c '[^[:space:]]' || true
-    else
-        timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
-    fi
-}
-
-choose_resources() { # sets _cmd, _ngpu and _nj_wanted
-    local gpus
-    gpus=$(count_gpus)
-    if [ -z "${gpu_inference}" ]; then
-        gpu_inference=false
-        [ "${gpus}" -eq 0 ] || gpu_inference=true
-    fi
-    one_of gpu_inference "${gpu_inference}" true false
-    if "${gpu_inference}"; then
-        _cmd=${cuda_cmd:?cmd.sh must set cuda_cmd} _ngpu=${ngpu}
-    else
-        _cmd=${decode_cmd:?cmd.sh must set decode_cmd} _ngpu=0
-    fi
-    if [ -n "${inference_nj}" ]; then
-        _nj_wanted=${inference_nj}
-    elif [ "${backend}" = vllm ]; then
-        _nj_wanted=1
-        if "${gpu_inference}" && [ "${gpus}" -ge "${ngpu}" ]; then _nj_wanted=$((gpus / ngpu)); fi
-    else
-        _nj_wanted=32
-    fi
-}
-
-hint() { # hint JOBS: what a number of jobs means for vllm
-    local gpus
-    [ "${backend}" = vllm ] || return 0
-    if [ "$1" -eq 1 ]; then
-        log "One engine batches all utterances by itself"
-    elif [[ ${_cmd} =~ (^|/)run\.(py|pl)( |$) ]]; then
-        gpus=$(count_gpus)
-        if ! "${gpu_inference}" || [ "$1" -gt $((gpus / ngpu)) ]; then
-            log "Hint: $1 jobs are $1 engines on this machine, which has ${gpus} GPUs; with --inference_nj 1 one engine batches" \
-                "all utterances, which is faster than jobs that share a device"
-        fi
-    fi
-}
 
 show_failed_logs() { # show_failed_logs LOG...
     local file

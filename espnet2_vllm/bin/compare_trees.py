@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SpeechLMError, complain
+from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
     from ..reports.trees import TreeComparison
@@ -93,4 +94,5 @@ def _write(args: argparse.Namespace, comparison: TreeComparison) -> None:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.keyed import read_keyed, write_keyed
 from espnet2_vllm.io.names import safe_file_name
@@ -114,4 +115,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

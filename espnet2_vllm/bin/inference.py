@@ -30,6 +30,7 @@ from .options import (
     run_command,
     seed,
 )
+from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
     from ..audio.tower import AudioTower
@@ -315,4 +316,5 @@ def _decode(
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

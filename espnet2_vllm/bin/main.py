@@ -5,6 +5,7 @@ import importlib
 import sys
 
 from espnet2_vllm import __version__
+from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import SpeechLMError
 
 # command: (module with main(argv) -> exit code, what it does)
@@ -73,6 +74,8 @@ def run(name: str, argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``espnet2-vllm``. Exit code 2 for a command that does not exist."""
+    if argv is None:
+        insist_on_utf8()
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(usage(), file=sys.stderr)

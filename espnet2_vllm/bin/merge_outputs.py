@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from espnet2_vllm.bin.split_data import task_of, utterances_of
+from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import DataError, SpeechLMError, complain
 from espnet2_vllm.io.data_json import read_json
 from espnet2_vllm.io.files import whole_file
@@ -193,4 +194,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

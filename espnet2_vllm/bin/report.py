@@ -13,6 +13,7 @@ from ..errors import SpeechLMError, complain
 from ..io.journal import FOLDER
 from ..reports.collect import collect, text_table, write_run
 from ..reports.page import write_report
+from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
     from .job import Tally
@@ -67,4 +68,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

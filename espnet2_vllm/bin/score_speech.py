@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.keyed import read_keyed
@@ -82,4 +83,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from espnet2_vllm.bin.split_data import entries_of, task_of, utterances_of
+from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.data_json import folder_of, read_json
 from espnet2_vllm.io.dataset_json import DialogueReader, TextReader
@@ -242,4 +243,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -25,6 +25,7 @@ from .options import (
     seed,
 )
 from .speechlm_inference_chat import DTYPES, data_path, open_and_decode, run_espnet_on, take_over
+from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
     from ..decoding import DecodingConfig
@@ -174,4 +175,5 @@ def _settings(args: argparse.Namespace, given: frozenset[str]) -> DecodingConfig
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.data_json import SPLIT_FROM, folder_of, read_json
 from espnet2_vllm.io.files import whole_file
@@ -184,4 +185,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError, DataError
 from .options import add, at_least, choose_device, run_command
+from .utf8 import insist_on_utf8
 
 log = logging.getLogger(__name__)
 
@@ -148,4 +149,5 @@ def _batches(recordings: dict[str, str], failures: dict[str, str]) -> Iterator[l
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

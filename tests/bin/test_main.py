@@ -1,11 +1,13 @@
 """The console script espnet2-vllm."""
 
+import json
 import subprocess
 import sys
 import time
 import types
 
 import pytest
+from commands import environment
 
 from espnet2_vllm import __version__
 from espnet2_vllm.bin import main as command
@@ -95,3 +97,28 @@ def test_every_command_explains_itself_without_loading_an_engine(name):
     assert done.returncode == 0, done.stderr
     assert f"usage: espnet2-vllm {name}" in done.stdout or "usage: " in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "words", [["-m", "espnet2_vllm.bin.split_data"], ["-m", "espnet2_vllm.bin.main", "split-data"]]
+)
+def test_programs_name_files_in_utf8_where_python_would_not(tmp_path, words):
+    """``PYTHONUTF8=0`` in the locale C, where Python's file names are ASCII: as in a locale of Latin-1, which few machines have."""
+    folder = tmp_path / "sét 漢字"
+    folder.mkdir()
+    path = folder / "data.json"
+    (folder / "text").write_text("é one\n", encoding="utf-8")
+    data = {"task": "codec_ssl_plain_tts", "data_files": [f"{folder}/text,text_bpe,text"], "examples": ["é"]}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, *words, "--data-json", str(path), "--output-dir", str(folder)]
+    done = subprocess.run(command, env=environment() | variables, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"1\n"), done.stderr
+    assert (folder / "split1" / "1" / "text").read_bytes() == "é one\n".encode()
+    path.write_text('{"task": "x", "data_files": ["text 漢字"], "examples": ["é"]}', encoding="utf-8")
+    done = subprocess.run(command, env=environment() | variables, capture_output=True)
+    assert (
+        done.returncode == 1
+        and "sét 漢字/data.json: data_files: " in done.stderr.decode()
+        and b"text \xe6" in done.stderr
+    )

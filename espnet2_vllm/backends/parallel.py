@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import queue
+import site
 import subprocess
 import sys
 import threading
@@ -146,15 +147,21 @@ class EngineProcess:
         self.connection.close()
 
 
+def module_path() -> str:
+    """``PYTHONPATH`` of a process that is to find this package: where it lies too, unless Python looks there by itself.
+
+    What that variable names comes before the standard library, where the packages of an environment must not be.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    own = {str(Path(folder).resolve()) for folder in (*site.getsitepackages(), site.getusersitepackages())}
+    return os.pathsep.join(filter(None, [None if root in own else root, os.environ.get("PYTHONPATH")]))
+
+
 def start_process(name: str, start: Start, devices: str | None, cores: int) -> EngineProcess:
     """An engine that begins to load; its first message says that it is ready. ``cores``: of a CPU, for it alone."""
     mine, its = Pipe()
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-        # The process is there for the engine alone.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    # The process is there for the engine alone.
+    environment = os.environ | {"PYTHONPATH": module_path(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if devices is None:
         environment.setdefault("OMP_NUM_THREADS", str(cores))
     else:
@@ -200,6 +207,7 @@ class DataParallelEngine:
         self._fresh: list[tuple[str, np.ndarray]] = []
         self._count = 0
         self._engines: list[EngineProcess] = []
+        self._failure: SpeechLMError | None = None
         shares = device_shares(data_parallel_size, options.get("tensor_parallel_size", 1))
         try:
             self._start(Start(checkpoint.path, options, logging.getLogger().getEffectiveLevel()), shares)
@@ -232,11 +240,18 @@ class DataParallelEngine:
         engine.order("submit", number, replace(request, rules=None), request.rules.to_dict())
 
     def step(self) -> list[tuple[str, Outcome]]:
+        """Raises what an engine ended with, once all that others had finished by then is given out."""
+        if self._failure is not None:
+            raise self._failure
         waiting = {engine.connection: engine for engine in self._engines if engine.requests}
         finished = []
         for connection in wait(list(waiting), _WAIT) if waiting else ():
             engine = waiting[connection]
-            results = engine.receive()
+            try:
+                results = engine.receive()
+            except SpeechLMError as error:
+                self._failure = error
+                continue
             for number, rows in results.rows:
                 if number in self._names:
                     self._fresh.append((self._names[number], rows))
@@ -246,6 +261,8 @@ class DataParallelEngine:
                     name = self._names.pop(number)
                     del self._places[name]
                     finished.append((name, outcome))
+        if self._failure is not None and not finished:
+            raise self._failure
         return finished
 
     def take_rows(self) -> list[tuple[str, np.ndarray]]:

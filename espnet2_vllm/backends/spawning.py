@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,17 +18,27 @@ _MAIN = ("init_main_from_name", "init_main_from_path")
 def choose_spawn() -> None:
     """Where the user has chosen nothing.
 
-    vLLM forks unless CUDA is initialised, but a process that has only asked for the number of GPUs cannot be forked either.
+    vLLM forks unless CUDA is initialised, but a process that has only asked for the number of GPUs cannot be forked either. An
+    actor of Ray is left to vLLM, which spawns there and says where Ray is.
     """
-    os.environ.setdefault(METHOD, "spawn")
+    if not in_ray_actor():
+        os.environ.setdefault(METHOD, "spawn")
+
+
+def in_ray_actor() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 @contextmanager
-def main_left_out() -> Iterator[None]:
-    """Processes that this thread spawns meanwhile do not import ``__main__``, of which nothing is handed to them.
+def main_left_out(*values: Any) -> Iterator[None]:
+    """Processes that this thread spawns meanwhile do not import ``__main__``, unless one of ``values`` for them is from there.
 
     Else a script without ``if __name__ == "__main__"`` would run once more in each, and start an engine there.
     """
+    if any("__main__" in (getattr(value, "__module__", None), type(value).__module__) for value in values):
+        yield
+        return
     thread = threading.get_ident()
 
     def without_main(name: str) -> dict[str, Any]:

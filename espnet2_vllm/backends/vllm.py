@@ -99,7 +99,7 @@ class VllmEngine:
         # Not part of the configuration, so it is said a second time.
         quiet = options.get("disable_log_stats", True)
         try:
-            with main_left_out():
+            with main_left_out(*options.values()):
                 self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)
         except Exception as error:
             # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which. Of a rank in a process of its

@@ -1,6 +1,7 @@
 """Several engines at once: ``data_parallel_size`` of the vllm backend, on CPUs."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -12,8 +13,16 @@ from conftest import golden_models
 from fuzz.draws import replaced
 from stage import BLOCK, CONTEXT, Stage
 
-from espnet2_vllm.backends import Engine, make_engine
-from espnet2_vllm.backends.parallel import DEVICES, DataParallelEngine, EngineProcess, device_shares
+from espnet2_vllm.backends import Engine, make_engine, parallel
+from espnet2_vllm.backends.parallel import (
+    DEVICES,
+    DataParallelEngine,
+    EngineProcess,
+    Results,
+    device_shares,
+    module_path,
+    send,
+)
 from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.errors import ConfigError, EngineError
 
@@ -70,6 +79,38 @@ def test_without_gpus(monkeypatch):
 def test_options_that_cannot_be_used(checkpoint, options, message):
     with pytest.raises(ConfigError, match=message):
         make_engine("vllm", checkpoint, "float32", **options)
+
+
+def test_installed_packages_do_not_come_before_the_standard_library(monkeypatch):
+    """A backport there, ``dataclasses`` say, would be taken for the real one."""
+    root = str(pathlib.Path(parallel.__file__).resolve().parents[2])
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    monkeypatch.setattr(parallel.site, "getsitepackages", lambda: ["/elsewhere"])
+    assert module_path() == os.pathsep.join([root, "/of/the/user"])
+    monkeypatch.setattr(parallel.site, "getsitepackages", lambda: ["/elsewhere", root])
+    assert module_path() == "/of/the/user"
+
+
+def test_what_others_finished_is_given_out_before_an_engine_that_died_is_told_of():
+    """In the same step, whichever of them is heard first."""
+    engine = object.__new__(DataParallelEngine)
+    engine._failure, engine._fresh, engine._names, engine._places = None, [], {}, {}
+    ends, engine._engines = [], []
+    for number, name in enumerate(("alive", "dead")):
+        mine, its = Pipe()
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        engine._engines.append(EngineProcess(name, process, mine, {number}))
+        engine._names[number] = name
+        engine._places[name] = number, engine._engines[-1]
+        ends.append(its)
+    ends[1].close()
+    send(ends[0], Results([(0, "outcome")], []))
+    assert engine.step() == [("alive", "outcome")]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="dead ended with exit code 0 and 1 requests under way"):
+            engine.step()
+    ends[0].close()
+    engine.close()
 
 
 def test_an_engine_that_waits_to_be_heard_is_not_waited_for():

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 from multiprocessing import spawn
+from types import SimpleNamespace
 
 import pytest
 from conftest import golden_models
 
-from espnet2_vllm.backends.spawning import main_left_out
+from espnet2_vllm.backends.spawning import METHOD, choose_spawn, main_left_out
 
 SPAWNING = """
 from contextlib import nullcontext
@@ -48,6 +49,39 @@ def test_it_would_run_twice(tmp_path):
     """What the context manager is for."""
     done = run(tmp_path, SPAWNING.format(around="nullcontext"))
     assert done.stdout.split() == ["script", "script", "over", "1"] and "bootstrapping phase" in done.stderr
+
+
+def test_what_the_script_hands_over_is_found_there(tmp_path):
+    """As a callable among the engine's options; the script then needs its guard."""
+    text = "\n".join(
+        [
+            "from multiprocessing import get_context",
+            "from espnet2_vllm.backends.spawning import main_left_out",
+            "def work():",
+            "    print('child')",
+            "if __name__ == '__main__':",
+            "    with main_left_out(3, work):",
+            "        child = get_context('spawn').Process(target=work)",
+            "        child.start()",
+            "    child.join()",
+            "    print('over', child.exitcode)",
+        ]
+    )
+    done = run(tmp_path, text)
+    assert done.stdout.split() == ["child", "over", "0"], done.stderr
+
+
+def test_an_actor_of_ray_is_left_to_vllm(monkeypatch):
+    monkeypatch.setenv(METHOD, "as it was")  # so that it is put back
+    monkeypatch.delenv(METHOD)
+    actor = SimpleNamespace(get_actor_id=lambda: "a1")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: actor)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    choose_spawn()
+    assert METHOD not in os.environ
+    actor.get_actor_id = lambda: None
+    choose_spawn()
+    assert os.environ[METHOD] == "spawn"
 
 
 def test_other_threads_spawn_as_ever():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,8 @@ from ..plan import LATER, Given, Utterance
 if TYPE_CHECKING:
     from .tower import AudioTower
 
+log = logging.getLogger(__name__)
+
 # Of sound that are encoded together, at most: one batch keeps the device from decoding for a bounded time.
 SECONDS = 640.0
 _BATCHES = 2  # that wait or are being encoded
@@ -25,10 +28,10 @@ def encoded(items: Iterable[Item], make_tower: Callable[[], AudioTower], *, toge
     """``items`` in their order, continuous rows with their vectors. What has none passes as it is.
 
     While a batch is being encoded ``plan.LATER`` is given, so that whoever waits for the next utterance can do something else.
-    An utterance whose batch fails becomes (key, error); one that there is no memory for, whoever is beside it.
+    An utterance that cannot be encoded, for want of memory too, becomes (key, error), whoever is beside it.
 
     Args:
-        make_tower: called once, when the first sound comes.
+        make_tower: called once, when the first sound comes. What it raises ends the iteration.
         together: utterances that are encoded at once, at most.
     """
     source, exhausted = iter(items), False
@@ -80,19 +83,31 @@ class _Encoder:
         self._make, self._tower = make_tower, None
 
     def __call__(self, batch: Sequence[Item]) -> list[Item]:
+        self._tower = self._tower or self._make()
+        return self._encode(batch)
+
+    def _encode(self, batch: Sequence[Item]) -> list[Item]:
+        """Where that fails, in halves: the guilty utterance alone fails."""
+        if not any(map(_sounds, batch)):
+            return list(batch)
         try:
-            self._tower = self._tower or self._make()
             return encode_batch(batch, self._tower)
-        except SpeechLMError as error:
-            return [(item.key, error) if _sounds(item) else item for item in batch]
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
+        except Exception as error:  # noqa: BLE001 - whatever an encoder raises is the outcome of its utterance
             if len(batch) > 1:
+                log.warning(
+                    "audio: %d utterances could not be encoded together (%s); in halves instead", len(batch), error
+                )
                 half = len(batch) // 2
-                return [*self(batch[:half]), *self(batch[half:])]
-            reason = f"{batch[0].key}: no memory left on the device to encode its audio; lower gpu_memory_utilization"
-            return [(batch[0].key, EngineError(reason))]
+                return [*self._encode(batch[:half]), *self._encode(batch[half:])]
+            return [(batch[0].key, _outcome_of(error, batch[0].key))]
+
+
+def _outcome_of(error: Exception, key: str) -> SpeechLMError:
+    if isinstance(error, SpeechLMError):
+        return error
+    if "out of memory" in str(error):
+        return EngineError(f"{key}: no memory left on the device to encode its audio; lower gpu_memory_utilization")
+    return EngineError(f"{key}: its audio could not be encoded: {type(error).__name__}: {error}")
 
 
 def encode_batch(batch: Sequence[Item], tower: AudioTower) -> list[Item]:

@@ -75,14 +75,30 @@ def test_whoever_waits_is_told_so():
     assert [item.key for item in drain(stream)] == ["a"]
 
 
-def test_a_tower_that_cannot_be_had_refuses_what_needs_it():
+def test_a_tower_that_cannot_be_had_ends_the_run():
+    """It is the checkpoint's fault, and would be every utterance's."""
+    made = []
+
     def make():
+        made.append(1)
         raise CheckpointError("no encoder")
 
-    found = drain(encoded([utterance("a", 10), utterance("b"), utterance("c", 20)], make))
-    assert [(f[0], str(f[1])) if isinstance(f, tuple) else f.key for f in found] == [
-        ("a", "no encoder"), "b", ("c", "no encoder")
-    ]  # fmt: skip
+    with pytest.raises(CheckpointError, match="no encoder"):
+        drain(encoded([utterance(str(i), 10) for i in range(9)], make, together=2))
+    assert len(made) <= 2  # another batch may have been begun
+
+
+def test_one_that_cannot_be_encoded_refuses_nobody_else():
+    class Picky(Tower):
+        def encode(self, prompts):
+            if any(len(wav) == 50 for clips in prompts for wav in clips):
+                raise ValueError("cannot hear 50 samples")
+            return super().encode(prompts)
+
+    found = drain(encoded([utterance(str(i), n) for i, n in enumerate((40, 50, 60, 0, 70))], Picky))
+    assert [item.key for item in found if not isinstance(item, tuple)] == list("0234")
+    ((key, error),) = (item for item in found if isinstance(item, tuple))
+    assert key == "1" and str(error) == "1: its audio could not be encoded: ValueError: cannot hear 50 samples"
 
 
 def test_for_want_of_memory_fewer_are_encoded_together():
@@ -97,13 +113,6 @@ def test_for_want_of_memory_fewer_are_encoded_together():
     assert [item[0] if isinstance(item, tuple) else item.key for item in found] == list("012345")
     assert isinstance(found[2], tuple) and "lower gpu_memory_utilization" in str(found[2][1])
     assert sum(tower.batches) == 5
-
-    class Broken(Tower):
-        def encode(self, prompts):
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="mat1"):
-        drain(encoded([utterance("a", 10)], Broken))
 
 
 def test_leaving_early_leaves_no_thread():

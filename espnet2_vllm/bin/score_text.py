@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def load_opuslm(data_json: Path, results_root: Path) -> Set | None:
     """The set of a ``data.json``; None if its results are audio. Raises DataError."""
     description = read_json(data_json)
     task, ids = task_of(data_json, description), utterances_of(data_json, description)
-    results = results_root / f"{task}_{data_json.absolute().parent.name}"
+    results = results_root / f"{task}_{_set_name(data_json)}"
     base_dir = folder_of(data_json, description)
     entries = entries_of(data_json, description)
     dialogue = next((entry for entry in entries if entry.kind == "dialogue_json"), None)
@@ -59,6 +60,11 @@ def load_opuslm(data_json: Path, results_root: Path) -> Set | None:
     hypotheses = {uid: lines.get(f"{task}_{uid}_sample0") for uid in ids}
     references = read_keyed(locate(str(target.path), base_dir))
     return Set(results, {uid: references[uid] for uid in ids if uid in references}, _known(hypotheses))
+
+
+def _set_name(path: Path) -> str:
+    """The name of the set's folder, which its results are named after, also where ``path`` does not say it."""
+    return Path(os.path.abspath(path)).parent.name
 
 
 def _dialogue_references(index: Mapping[str, str], ids: Sequence[str], base_dir: Path) -> dict[str, str]:
@@ -81,7 +87,7 @@ def load_bagpiper(dataset_json: Path, results_root: Path, task: str) -> Set | No
         return None
     description = read_json(dataset_json)
     ids = utterances_of(dataset_json, description)
-    results = results_root / f"{task}_{dataset_json.absolute().parent.name}"
+    results = results_root / f"{task}_{_set_name(dataset_json)}"
     references = _bagpiper_references(dataset_json, description, ids)
     if not references:
         return None

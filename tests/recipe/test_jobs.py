@@ -190,6 +190,8 @@ def test_launch_with_a_registered_set(recipe, launch):  # noqa: F811
         *words, "--test_registered_specifier", "text_to_audio:mine", "--inference_output_dir", "o", FAKE_LOSE="b"
     )
     assert lost.returncode == 1 and "2 of 3 utterances have results" in lost.stdout
+    outside = launch(*words, "--test_unregistered_specifier", "text_to_audio:../x:set/dataset.json")
+    assert outside.returncode == 2 and "data set '../x': its name is that of a directory" in outside.stderr
     unknown = launch(*words, "--test_registered_specifier", "text_to_audio:other")
     assert unknown.returncode != 0 and "'other' is not registered; registered are mine" in unknown.stderr
 

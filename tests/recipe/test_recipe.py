@@ -167,6 +167,7 @@ def test_a_set_that_cannot_be_read_keeps_no_other_from_being_decoded(recipe, che
         (["--nbset", "2"], 2, "unknown option --nbset"),
         (["positional"], 2, "no positional arguments are taken, got 'positional'"),
         (["--test_sets", "dev"], 1, "no directory data/dev"),
+        (["--dumpdir", "my dump"], 2, "--dumpdir 'my dump': sets are listed with blanks between them"),
         (["--test_sets", ""], 2, "--test_sets is needed"),
         (["--speechlm_exp", "nowhere", "--stage", "9"], 1, "no such file: nowhere/valid.acc.ave.pth"),
         (["--inference_config", "nowhere.yaml", "--stage", "9"], 1, "no such file: nowhere.yaml"),
@@ -177,6 +178,27 @@ def test_a_set_that_cannot_be_read_keeps_no_other_from_being_decoded(recipe, che
 def test_what_cannot_be_used_is_said_at_once(recipe, checkpoint, words, code, message):
     done = run(recipe, *OPUSLM, *words)
     assert (done.returncode, message in done.stderr) == (code, True), done.stdout + done.stderr
+
+
+def test_sets_of_one_name_do_not_replace_one_another(recipe, checkpoint):
+    assert run(recipe, *OPUSLM, "--stop_stage", "5").returncode == 0
+    shutil.copytree(recipe / "dump" / "raw_codec_ssl_plain_tts_mini_an4", recipe / "dump" / "other")
+    jsons = "dump/raw_codec_ssl_plain_tts_mini_an4/all/data.json dump/other/all/data.json"
+    done = run(recipe, *OPUSLM, "--stage", "9", "--stop_stage", "9", "--inference_dir", "out", "--test_jsons", jsons)
+    assert done.returncode == 1 and done.stdout.count("7 of 7 utterances have results") == 1
+    assert "dump/other/all/data.json is not decoded: its results would replace those of dump/raw_" in done.stdout
+
+
+def test_paths_with_blanks_and_a_set_in_the_working_directory(recipe, checkpoint):
+    assert run(recipe, *OPUSLM, "--stop_stage", "5").returncode == 0
+    checkpoint.rename(recipe / "my model")
+    shutil.copy(recipe / "conf" / "decode_opuslm.yaml", recipe / "my decode.yaml")
+    shutil.copy(recipe / "dump" / "raw_codec_ssl_plain_tts_mini_an4" / "all" / "data.json", recipe)
+    words = ["--speechlm_exp", "my model", "--inference_config", "my decode.yaml", "--test_jsons", "data.json"]
+    done = run(recipe, *OPUSLM, "--stage", "9", *words, "--inference_nj", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = recipe / "my model" / "my decode_valid.acc.ave" / "codec_ssl_plain_tts_speechlm1"
+    assert len((results / "wav.scp").read_text(encoding="utf-8").splitlines()) == 7
 
 
 def test_help_lists_the_stages(recipe):

@@ -145,6 +145,7 @@ one_of() { # one_of OPTION VALUE ALLOWED...
 needed() { [ -n "$2" ] || die 2 "--$1 is needed for $3"; }
 readable() { [ -r "$2" ] || die 1 "--$1: no such file: $2 (working directory: ${PWD})"; }
 
+[[ ${dumpdir} != *[[:space:]]* ]] || die 2 "--dumpdir '${dumpdir}': sets are listed with blanks between them, so no path of one may have any"
 one_of family "${family}" opuslm bagpiper
 one_of backend "${backend}" vllm pytorch espnet
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
@@ -273,13 +274,26 @@ merge() { # merge DIRECTORY JSON JOB-DIRECTORY...
         --output-dir "${dir}" "$@"
 }
 
+set_name() { # set_name JSON: the name of its folder, also where the path does not say it
+    local folder
+    folder=$(dirname "$1")
+    case "$(basename "${folder}")" in . | ..) folder=$(cd "${folder}" && pwd) || return 1 ;; esac
+    basename "${folder}"
+}
+
+declare -A decoded=() # the data.json of each directory that results go to
 decode_opuslm() { # decode_opuslm DATA-JSON
     local json=$1 name task_name dir logdir jobs job failed=false outputs=()
     # Called where a failure is expected, so the shell does not stop at one by itself.
-    name=$(basename "$(dirname "${json}")")
+    name=$(set_name "${json}") || return 1
     task_name=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show task) || return 1
     dir=${result_root}/${task_name}_${name}
     logdir=${dir}/log
+    if [ -n "${decoded[${dir}]:-}" ]; then
+        log "${json} is not decoded: its results would replace those of ${decoded[${dir}]} in ${dir}; sets are named by their folders"
+        return 1
+    fi
+    decoded[${dir}]=${json}
     mkdir -p "${logdir}" || return 1
     jobs=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --nj "${_nj_wanted}" \
         --output-dir "${logdir}") || return 1
@@ -311,12 +325,14 @@ decode_opuslm() { # decode_opuslm DATA-JSON
 }
 
 specifier_of() { # specifier_of DATASET-JSON: task:name:path
-    echo "${task}:$(basename "$(dirname "$1")"):$1"
+    local name
+    name=$(set_name "$1")
+    echo "${task}:${name}:$1"
 }
 
 decode_bagpiper() {
     local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier
-    local json specifier resolved logdir total=0 count jobs job failed=false
+    local json specifier name resolved logdir total=0 count jobs job failed=false
     if [ -n "${test_registered_specifier}" ]; then
         [ -z "${specifiers}" ] || die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
         specifiers=${test_registered_specifier} kind=--test-registered-specifier
@@ -333,7 +349,8 @@ decode_bagpiper() {
         resolved=$("${python}" -m espnet2_vllm.bin.split_data --registered "${specifiers}")
     fi
     for specifier in ${resolved}; do
-        IFS=: read -r _ _ json _ <<<"${specifier}"
+        IFS=: read -r _ name json _ <<<"${specifier}"
+        [[ ${name} != */* ]] || die 2 "data set '${name}': its name is that of a directory, and cannot hold a /"
         readable test_jsons "${json}"
         count=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show size)
         total=$((total + count))

@@ -119,6 +119,9 @@ class Layout:
         for name, token in self.specials.items():
             _expect(0 <= token < NUM_SPECIALS, f"special {name} has id {token}, expected one below {NUM_SPECIALS}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.from_dict, (self.to_dict(),)
+
     # -- construction -------------------------------------------------------------------------------------------------
     @classmethod
     def bagpiper(cls, text_size: int, stream_sizes: Sequence[int], *, offset: int = 0, vocab_size: int = 0) -> Layout:

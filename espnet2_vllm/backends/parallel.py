@@ -236,7 +236,7 @@ class DataParallelEngine:
         engine.requests.add(number)
         self._places[request.request_id] = number, engine
         self._names[number] = request.request_id
-        # Rules hold the layout, which the other side has, and cannot be pickled.
+        # Rules hold the layout, which the other side has.
         engine.order("submit", number, replace(request, rules=None), request.rules.to_dict())
 
     def step(self) -> list[tuple[str, Outcome]]:

@@ -104,7 +104,7 @@ class SpeechSystem(System):
         random = {"load_format": "dummy"} if geometry.path is None else {}
         self._engine = make_engine("vllm", geometry.open(scratch), dtype, **{**random, **options})
         self.engines = options.get("data_parallel_size", 1)
-        self.devices = self.engines * options.get("tensor_parallel_size", 1)
+        self.devices = _devices(options)
         self.steps_seen = False
         if isinstance(self._engine, VllmEngine):
             self.llm_engine = self._engine._engine
@@ -149,7 +149,7 @@ class PlainSystem(System):
             raise EngineError(
                 "vLLM's own LLMEngine is one engine; leave data_parallel_size away, or take --only engine"
             )
-        self.devices = options.get("tensor_parallel_size", 1)
+        self.devices = _devices(options)
         fixed = {"model": str(geometry.write_plain(scratch / "plain")), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"load_format": "dummy", "disable_log_stats": True, "enable_prefix_caching": True}
         if current_platform.is_cpu():
@@ -192,6 +192,14 @@ class PlainSystem(System):
     def close(self) -> None:
         self.llm_engine.engine_core.shutdown()
         self.llm_engine = self._watch = self.runner = None
+
+
+def _devices(options: Mapping[str, Any]) -> int:
+    """On a CPU all engines and ranks share the one."""
+    import torch
+
+    gpus = options.get("data_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+    return gpus if torch.cuda.is_available() else 1
 
 
 def _plain_result(output: Any) -> RowResult:

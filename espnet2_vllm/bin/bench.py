@@ -1,6 +1,6 @@
 """``espnet2-vllm bench``: speed of this engine, of plain-text vLLM on the same backbone, and of the sequential backend.
 
-All are measured in one process, one after the other, each on the whole device. Every unit of work has a random prompt and a
+All are measured one after the other, each on the whole device. Every unit of work has a random prompt and a
 length that is set beforehand; so many units as are in flight are handed over at once and run to their end, prompts included.
 """
 
@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import ConfigError, SpeechLMError
+from ..errors import ConfigError, EngineError, SpeechLMError
 from .options import add, add_engine_options, at_least, codec_share, engine_options, flag, run_command
 
 if TYPE_CHECKING:
+    from ..bench.cost import Peaks
     from ..bench.geometry import Geometry
     from ..bench.measure import Settings
 
@@ -280,7 +281,7 @@ def _new_report(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
     from ..bench.cost import peaks_of
     from ..bench.report import device_facts, new_report
 
-    device = device_facts(args.device)
+    device = _isolated(device_facts, args.device)
     peaks = peaks_of(device["name"], args.dtype)
     device["peak_flops"] = args.peak_tflops * 1e12 if args.peak_tflops else peaks.flops
     device["peak_bandwidth"] = args.peak_bandwidth * 1e9 if args.peak_bandwidth else peaks.bandwidth
@@ -312,57 +313,74 @@ def _measure_all(
 
     The ``pytorch`` backend comes first for all models, because vLLM changes transformers' OLMo-2 classes for good.
     """
+    from ..bench.cost import Peaks
     from ..bench.report import add_ratios, write_report
     from ..bench.systems import ENGINE, PLAIN, PYTORCH
 
     order = [(PYTORCH, *model) for model in measured]
     order += [(name, *model) for model in measured for name in (ENGINE, PLAIN)]
+    peaks = Peaks(report["device"]["peak_flops"], report["device"]["peak_bandwidth"])
     with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as scratch:
         for number, (name, geometry, model) in enumerate(order):
             if name not in args.only:
                 continue
-            folder = Path(scratch) / str(number)
-            model["systems"][name] = _measure_system(
-                name, geometry, settings, model, report["device"], args.device, folder
-            )
+            folder, options = Path(scratch) / str(number), model["engine_options"]
+            try:
+                facts, cells = _isolated(measure_system, name, geometry, settings, options, peaks, args.device, folder)
+            except EngineError as error:
+                log.error("%s of %s: %s", name, geometry.name, error)
+                facts, cells = {"error": str(error)}, []
+            model["systems"][name] = facts
+            model["cells"] += cells
             add_ratios(model["cells"])
             if args.json is not None:
                 write_report(args.json, report)
 
 
-def _measure_system(
+def _isolated(function: Callable[..., _T], *args: Any) -> _T:
+    """``function(*args)``, where there is a GPU in a process of its own."""
+    import torch
+
+    from ..bench.alone import alone
+
+    return alone(function, *args) if torch.cuda.is_available() else function(*args)
+
+
+def measure_system(
     name: str,
     geometry: Geometry,
     settings: Settings,
-    model: dict[str, Any],
-    device_facts: dict[str, Any],
+    options: dict[str, Any],
+    peaks: Peaks,
     device: str | None,
     scratch: Path,
-) -> dict[str, Any]:
-    """Facts of one system; what it measured goes to the cells of ``model``."""
-    from ..bench.cost import Peaks
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Facts of one system, and the cells that it measured.
+
+    Args:
+        options: of the engine.
+        peaks: of one device.
+    """
     from ..bench.measure import Measurement
     from ..bench.systems import free_device, start, stop
 
     failure = None
     try:
-        system, seconds = start(name, geometry, scratch, settings.dtype, model["engine_options"], device)
+        system, seconds = start(name, geometry, scratch, settings.dtype, options, device)
     except (SpeechLMError, ImportError, RuntimeError, ValueError) as error:
         # vLLM reports a start that failed (too little memory, say) as RuntimeError or ValueError; ImportError: it is not here.
         log.error("%s of %s could not be started: %s", name, geometry.name, error, exc_info=True)
         failure = str(error)
     if failure is not None:
         free_device()  # what it had begun to take
-        return {"error": failure}
+        return {"error": failure}, []
     facts: dict[str, Any] = {"start_s": seconds, "memory": system.memory()}
     log.info("%s of %s started in %.1f s", name, geometry.name, seconds)
-    peaks = Peaks(device_facts["peak_flops"], device_facts["peak_bandwidth"]).of(system.devices)
     try:
-        for cell in Measurement(system, geometry, settings, peaks).cells():
-            model["cells"].append(cell)
+        cells = list(Measurement(system, geometry, settings, peaks.of(system.devices)).cells())
     finally:
         facts["bytes_left_behind"] = stop(system)
-    return facts
+    return facts, cells
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from bench_models import converted_model, tiny_bagpiper, tiny_opuslm
 
 from espnet2_vllm.bench import geometry, plot, systems
 from espnet2_vllm.bench import measure as measure_module
+from espnet2_vllm.bench.alone import alone
 from espnet2_vllm.bin import bench
+from espnet2_vllm.errors import ConfigError, EngineError
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
+def nothing_is_freed(monkeypatch):
     """Other tests of this process keep engines of their own, whose device must not be freed."""
     monkeypatch.setattr(systems, "free_device", lambda: 0)
 
@@ -227,6 +230,40 @@ def test_three_systems_in_one_process(tmp_path):
     assert extra == 4 * 8 * 64
 
 
+def _double(number: int) -> int:
+    if number < 0:
+        raise ConfigError(f"{number} is below 0")
+    if number == 0:
+        os._exit(3)
+    return 2 * number
+
+
+def _gone(*arguments):
+    os._exit(3)
+
+
+def test_a_process_of_its_own(tiny):
+    """What a function does there comes back as if it had been done here."""
+    assert alone(_double, 4) == 8
+    with pytest.raises(ConfigError, match="-1 is below 0"):
+        alone(_double, -1)
+    with pytest.raises(EngineError, match="ended with exit code 3"):
+        alone(_double, 0)
+    known = geometry.find_geometry("tiny-bagpiper")
+    assert pickle.loads(pickle.dumps(known)) == known
+
+
+def test_a_system_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(bench, "_isolated", alone)
+    code, report = measure(tmp_path, converted_model("bagpiper", "qwen3-s8-cb64"), "--only", "pytorch", *SMALL)
+    (model,) = report["models"]
+    assert code == 0 and [cell["rows"] for cell in model["cells"]] == [12]
+    monkeypatch.setattr(bench, "measure_system", _gone)
+    code, report = measure(tmp_path, converted_model("bagpiper", "qwen3-s8-cb64"), "--only", "pytorch", *SMALL)
+    assert code == 1 and "exit code 3" in report["models"][0]["systems"]["pytorch"]["error"]
+
+
 @pytest.mark.slow
 def test_engines_that_share_the_units(tiny, tmp_path, capsys):
     """Two of them, in processes of their own; plain text, which is one engine, is said to be left out."""
@@ -248,5 +285,5 @@ def test_engines_that_share_the_units(tiny, tmp_path, capsys):
         (3, 36, None),
     ]
     for cell in model["cells"]:
-        assert cell["bandwidth_share"] == pytest.approx(cell["bandwidth"] / 200e9)
+        assert cell["bandwidth_share"] == pytest.approx(cell["bandwidth"] / 100e9)
     assert "- plain-text vLLM failed: " in capsys.readouterr().out

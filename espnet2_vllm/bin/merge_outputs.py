@@ -28,12 +28,15 @@ _SHOWN = 10
 def merge_lines(inputs: Iterable[Path], output: Path) -> set[str]:
     """Key files of all jobs -> one with the same lines, sorted as ``LC_ALL=C sort`` does; returns its keys.
 
-    Lines are bytes here: what a model wrote as text stays as it is. Raises DataError for a key of two jobs.
+    Lines are bytes here: what a model wrote as text stays as it is. Raises DataError for a key that comes twice, in one job or two.
     """
     merged: dict[bytes, bytes] = {}
     for path in inputs:
         lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
         records = {line.split(maxsplit=1)[0]: line for line in lines}
+        if len(records) < len(lines):
+            key, _ = Counter(line.split(maxsplit=1)[0] for line in lines).most_common(1)[0]
+            raise DataError(f"{path}: key {key.decode()!r} comes twice; decode this part anew (--overwrite)")
         if twice := merged.keys() & records.keys():
             raise DataError(
                 f"{path}: key {min(twice).decode()!r} is in the output of another job as well; remove stale outputs"

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,11 @@ class Report:
     title: str
     jobs: tuple[Job, ...]
 
-    @property
+    @cached_property
     def records(self) -> list[tuple[Job, Record]]:
         return [(job, record) for job in self.jobs for record in job.records]
 
-    @property
+    @cached_property
     def failures(self) -> list[Record]:
         return [record for _, record in self.records if record.outcome in FAILED]
 

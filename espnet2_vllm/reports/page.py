@@ -17,6 +17,7 @@ from .collect import Job, Report
 from .plots import histogram, scatter
 
 SAMPLES = 24  # utterances with a player
+_FAILURES = 1000  # with their reasons: more make the page slow, and are in report.json
 _MOST_POINTS = 4000  # of the scatter plot: more make the page slow and look the same
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1d2433; background: #fff; max-width: 1180px; margin: 2rem auto }
@@ -98,8 +99,10 @@ def _plots(report: Report) -> str:
 def _failures(failures: Sequence[Record]) -> str:
     if not failures:
         return '<h2>Failures</h2>\n<p id="failures">Every utterance has a result.</p>\n'
-    rows = [(escape(r.key), escape(r.outcome), f'<span class="bad">{escape(r.reason)}</span>') for r in failures]
-    return f"<h2>Failures ({len(failures)})</h2>\n" + _table(rows, "failures", ("key", "outcome", "reason"))
+    shown = failures[:_FAILURES]
+    rows = [(escape(r.key), escape(r.outcome), f'<span class="bad">{escape(r.reason)}</span>') for r in shown]
+    more = f"<p>The first {_FAILURES}; report.json has all.</p>\n" if len(failures) > _FAILURES else ""
+    return f"<h2>Failures ({len(failures)})</h2>\n" + more + _table(rows, "failures", ("key", "outcome", "reason"))
 
 
 def _samples(report: Report, folder: Path) -> str:

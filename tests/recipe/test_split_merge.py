@@ -247,6 +247,14 @@ def test_a_key_of_two_jobs_is_refused(tmp_path, capsys):
     assert "is in the output of another job" in capsys.readouterr().err
 
 
+def test_a_key_twice_in_one_job_is_refused(tmp_path, capsys):
+    path = write_set(tmp_path / "set", ["a"])
+    lines = [b"codec_ssl_plain_tts_a_sample0 one", b"codec_ssl_plain_tts_a_sample0 two"]
+    write_job(tmp_path / "output.1", "text", lines)
+    assert merge(tmp_path, path, tmp_path / "output.1") == 1
+    assert "text: key 'codec_ssl_plain_tts_a_sample0' comes twice" in capsys.readouterr().err
+
+
 def test_dialogues_become_one_valid_list(tmp_path):
     path = write_set(tmp_path / "set", ["d2", "d1"], task="text_dialogue")
     for job, key in (("output.1", "d2"), ("output.2", "d1")):

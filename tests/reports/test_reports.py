@@ -146,6 +146,15 @@ class Structure(HTMLParser):
         return [attrs for name, attrs in self.seen if name == tag]
 
 
+def test_of_very_many_failures_the_page_shows_some(tmp_path):
+    refused = [Record(f"u{number:04}", "refused", reason="no words") for number in range(1200)]
+    report = collect([job(tmp_path / "output", *refused)], "set")
+    text = write_report(report, tmp_path).read_text(encoding="utf-8")
+    assert "Failures (1200)" in text and "The first 1000; report.json has all." in text
+    assert "u0999" in text and "u1000" not in text
+    assert len(json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["failures"]) == 1200
+
+
 def test_the_page_is_whole_and_asks_no_network(jobs, tmp_path):
     page = write_report(collect(jobs, f"set {NASTY}"), tmp_path)
     text = page.read_text(encoding="utf-8")

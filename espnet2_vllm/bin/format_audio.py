@@ -6,10 +6,11 @@ ESPnet's ``format_wav_scp.sh`` for what the decoders here read. Other files of t
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from espnet2_vllm.bin.utf8 import insist_on_utf8
@@ -20,31 +21,40 @@ from espnet2_vllm.io.names import safe_file_name
 COPIED = ("text", "utt2spk", "answer")
 
 
-def pieces(data_dir: Path, name: str = "wav.scp") -> Iterator[tuple[str, str, float, float | None]]:
-    """(utterance, recording's specification, start and end in seconds) of a file of recordings; the end may be open.
+Piece = tuple[str, float, float | None]  # a recording's specification, start and end in seconds; the end may be open
+
+
+def pieces(data_dir: Path, name: str = "wav.scp") -> Iterator[tuple[str, Piece | DataError]]:
+    """Every utterance of a file of recordings; a DataError stands for a line of ``segments`` that cannot be used.
 
     ``segments`` are of ``wav.scp`` alone.
-
-    Raises DataError for a line of ``segments`` that is malformed or names no recording.
     """
     recordings = read_keyed(data_dir / name)
     if not recordings:
         raise DataError(f"{data_dir / name}: 0 recordings; expected at least one line")
     segments = data_dir / "segments"
     if name != "wav.scp" or not segments.is_file():
-        yield from ((key, spec, 0.0, None) for key, spec in recordings.items())
+        yield from ((key, (spec, 0.0, None)) for key, spec in recordings.items())
         return
     for key, line in read_keyed(segments).items():
-        fields = line.split()
         try:
-            recording, start, end = fields[0], float(fields[1]), float(fields[2])
-        except (IndexError, ValueError) as error:
-            raise DataError(f"{segments}: {key}: expected 'utterance recording start end', got {line!r}") from error
-        if recording not in recordings:
-            raise DataError(f"{segments}: {key}: recording {recording!r} is not in wav.scp")
-        if not 0 <= start < end:
-            raise DataError(f"{segments}: {key}: times {start} to {end} s are reversed or negative")
-        yield key, recordings[recording], start, end
+            yield key, _segment(line, recordings)
+        except DataError as error:
+            yield key, DataError(f"{segments}: {error}")
+
+
+def _segment(line: str, recordings: Mapping[str, str]) -> Piece:
+    """What stands behind the utterance in a line of ``segments``. Raises DataError."""
+    fields = line.split()
+    try:
+        recording, start, end = fields[0], float(fields[1]), float(fields[2])
+    except (IndexError, ValueError) as error:
+        raise DataError(f"expected 'utterance recording start end', got {line!r}") from error
+    if recording not in recordings:
+        raise DataError(f"recording {recording!r} is not in wav.scp")
+    if not 0 <= start < end < math.inf:
+        raise DataError(f"times {start} to {end} s are reversed, negative or endless")
+    return recordings[recording], start, end
 
 
 def format_piece(
@@ -68,10 +78,12 @@ def format_directory(
     notes = Counter() if notes is None else notes
     written: dict[str, str] = {}
     failures = []
-    for key, spec, start, end in pieces(data_dir, name):
+    for key, piece in pieces(data_dir, name):
         output = output_dir / Path(name).stem / safe_file_name(key, ".wav")
         try:
-            format_piece(key, spec, start, end, rate, output, notes)
+            if isinstance(piece, DataError):
+                raise piece
+            format_piece(key, *piece, rate, output, notes)
         except DataError as error:
             failures.append(f"{key}: {error}")
             continue
@@ -96,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 if every utterance was written, 1 if not, 2 for options that cannot be used."""
     args = get_parser().parse_args(argv)
     try:
+        if args.output_dir.resolve() == args.data_dir.resolve():
+            raise ConfigError(f"--output-dir {args.output_dir}: is --data-dir, whose files would be replaced")
         if args.fs < 1:
             raise ConfigError(f"--fs must be a sample rate in Hz, not {args.fs}")
         notes: Counter[str] = Counter()

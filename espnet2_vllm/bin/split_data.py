@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def entries_of(path: Path, description: Mapping) -> list[Entry]:
 def task_of(path: Path, description: Mapping) -> str:
     """The task of a ``data.json``. Raises DataError."""
     task = description.get("task")
-    if not isinstance(task, str) or not task:
+    if not isinstance(task, str) or not task or "/" in task:
         raise DataError(f"{path}: task is {task!r}; expected the name of a task, such as codec_ssl_plain_tts")
     return task
 
@@ -63,7 +64,7 @@ def utterances_of(path: Path, description: Mapping) -> list[str]:
     if not ids:
         raise DataError(f"{path}: 0 utterances; expected at least one (is the text it was made from empty?)")
     if len(set(ids)) < len(ids):
-        twice = next(key for index, key in enumerate(ids) if key in ids[:index])
+        twice = next(key for key, count in Counter(ids).items() if count > 1)
         raise DataError(f"{path}: utterance {twice!r} is listed twice; ids must be unique")
     return ids
 

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Tokenises all recordings; what cannot be is counted and named."""
     from ..io.keyed import read_keyed, write_keyed
 
+    if args.output_dir.resolve() == args.data_dir.resolve():
+        raise ConfigError(f"--output-dir {args.output_dir}: is --data-dir, whose files would be replaced")
     tables = {name: read_keyed(args.data_dir / name) for name in args.name}
     for name, recordings in tables.items():
         if not recordings:

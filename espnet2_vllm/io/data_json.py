@@ -175,7 +175,10 @@ def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
     task = find_task(data["task"], str(path))
     base_dir = base_dir or folder_of(path, data)
     sources = _sources(path, task, data["data_files"], base_dir)
-    listed = [Path(name) for name in data.get("vocabularies") or [] if isinstance(name, str)]
+    listed = data.get("vocabularies") or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise DataError(f"{path}: 'vocabularies' is {listed!r:.80}, expected a list of files")
+    listed = [Path(name) for name in listed]
     vocabularies = tuple(name if name.exists() else base_dir / name for name in listed)
     return DataJson(path, task, examples, sources, vocabularies)
 
@@ -194,6 +197,8 @@ def _sources(path: Path, task: Task, triplets: Iterable[Any], base_dir: Path) ->
         if len(parts) != 3:
             raise DataError(f"{path}: data_files has {triplet!r}, expected 'path,modality,type'")
         name = parts[0].rsplit("/", 1)[-1]
+        if name in files:
+            raise DataError(f"{path}: data_files has two files named {name}, by which entries are known")
         if name in wanted:
             files[name] = read_table(locate(parts[0], base_dir)), parts[2]
     missing = [entry.name for entry in task.conditions if entry.name not in files]
@@ -201,7 +206,7 @@ def _sources(path: Path, task: Task, triplets: Iterable[Any], base_dir: Path) ->
         missing = [entry.name for entry in task.targets if entry.name not in files]
     if missing:
         raise DataError(
-            f"{path}: task {task.name} needs {', '.join(missing)} among its data_files; it has {', '.join(files)}"
+            f"{path}: task {task.name} needs {', '.join(missing)} among its data_files; it has {', '.join(files) or 'none'}"
         )
     return {entry.name: _source(path, entry, files, base_dir) for entry in task.entries if entry.name in files}
 

@@ -210,13 +210,16 @@ def test_dialogues(corpus):
         ('{"task": "codec_ssl_arr", "data_files": [], "examples": ["a"]}', "did you mean 'codec_ssl_asr'"),
         ('{"task": "codec_ssl_asr", "data_files": ["x"], "examples": ["a"]}', "expected 'path,modality,type'"),
         ('{"task": "codec_ssl_asr", "data_files": [], "examples": ["a"]}', "needs wav.scp among its data_files"),
-        ('{"task": "textlm", "data_files": [], "examples": ["a"]}', "needs text"),
+        ('{"task": "textlm", "data_files": [], "examples": ["a"]}', "needs text among its data_files; it has none"),
+        ('{"task": "textlm", "data_files": ["TEXT", "TEXT"], "examples": ["a"]}', "two files named text"),
+        ('{"task": "textlm", "data_files": ["TEXT"], "examples": ["a"], "vocabularies": 3}', "'vocabularies' is 3"),
         ('{"task": "codec_ssl_asr", "data_files": ["a/wav.scp,y,kaldi_ark"], "examples": ["a"]}', "a/wav.scp: no such"),
     ],
 )
 def test_a_data_json_that_cannot_be_used(tmp_path, content, message):
     path = tmp_path / "data.json"
-    path.write_text(content, encoding="utf-8")
+    (tmp_path / "text").write_text("a one\n", encoding="utf-8")
+    path.write_text(content.replace("TEXT", "text,text_bpe,text"), encoding="utf-8")
     with pytest.raises(DataError, match=message) as caught:
         open_data_json(path)
     assert str(path) in str(caught.value) or "looked at" in str(caught.value)

@@ -188,7 +188,7 @@ def test_segments_cut_recordings(recordings, tmp_path):
 @pytest.mark.parametrize(
     "segments, message",
     [
-        ("u1 r1 0.2 0.1\n", "reversed or negative"),
+        ("u1 r1 0.2 0.1\n", "reversed, negative"),
         ("u1 r1 0.2\n", "expected 'utterance recording start end'"),
         ("u1 r9 0 1\n", "'r9' is not in wav.scp"),
         ("u1 r1 5 6\nu2 r1 0 0.1\n", "u1: 5.0 to 6.0 s lies outside"),
@@ -198,6 +198,15 @@ def test_segments_that_cannot_be_cut_are_named(recordings, tmp_path, segments, m
     (recordings / "segments").write_text(segments, encoding="utf-8")
     assert format_audio.main(["--data-dir", str(recordings), "--output-dir", str(tmp_path / "dump")]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_directory_is_not_formatted_into_itself(recordings, tmp_path, capsys):
+    """Its list of recordings would be replaced, and what could not be read would be gone from it."""
+    before = (recordings / "wav.scp").read_bytes()
+    (tmp_path / "link").symlink_to(recordings)
+    assert format_audio.main(["--data-dir", str(recordings), "--output-dir", str(tmp_path / "link")]) == 2
+    assert "is --data-dir, whose files would be replaced" in capsys.readouterr().err
+    assert (recordings / "wav.scp").read_bytes() == before
 
 
 def test_one_bad_recording_loses_no_other(recordings, tmp_path, capsys):

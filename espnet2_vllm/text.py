@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DataError
 
 
 class Difference(NamedTuple):
@@ -55,8 +55,12 @@ class TextTokenizer:
 
     # -- Bagpiper -----------------------------------------------------------------------------------------------------
     def encode_bagpiper(self, text: str) -> list[int]:
-        """Ids of ``text`` with whatever the tokenizer puts around it (Llama: ``<s>``). ESPnet ``TextIO.preprocess``."""
-        return [int(i) for i in self._tokenizer.encode(text)]
+        """Ids of ``text`` with whatever the tokenizer puts around it (Llama: ``<s>``). ESPnet ``TextIO.preprocess``.
+
+        Raises:
+            DataError: for half of a surrogate pair, which JSON can hold and Unicode has no character for.
+        """
+        return [int(i) for i in self._tokenizer.encode(_characters(text))]
 
     def decode_bagpiper(self, ids: Iterable[int]) -> str:
         """Text of ``ids``: special tokens and ids without a token vanish, blanks before punctuation are taken out.
@@ -71,8 +75,12 @@ class TextTokenizer:
 
     # -- OpusLM -------------------------------------------------------------------------------------------------------
     def encode_opuslm(self, text: str) -> list[int]:
-        """Ids of ``text`` with nothing put around it. ESPnet ``HuggingFaceTokenizer.text2tokens``."""
-        return [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False)]
+        """Ids of ``text`` with nothing put around it. ESPnet ``HuggingFaceTokenizer.text2tokens``.
+
+        Raises:
+            DataError: as ``encode_bagpiper``.
+        """
+        return [int(i) for i in self._tokenizer.encode(_characters(text), add_special_tokens=False)]
 
     def decode_opuslm(self, ids: Iterable[int]) -> str:
         """Text of ``ids``: special tokens vanish, newlines become blanks, both ends are stripped.
@@ -107,3 +115,14 @@ class TextTokenizer:
     def _id(self, name: str) -> int | None:
         index = self._tokenizer.convert_tokens_to_ids(name)
         return None if index is None or index in self._unknown else int(index)
+
+
+def _characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text has {ascii(text[error.start])} at character {error.start + 1}, half of a surrogate pair, which is no "
+            "character; was it cut in the middle of one?"
+        ) from error
+    return text

@@ -7,7 +7,7 @@ import pytest
 from conftest import golden_files, golden_models
 from golden_layouts import opuslm_config
 
-from espnet2_vllm.errors import CheckpointError
+from espnet2_vllm.errors import CheckpointError, DataError
 from espnet2_vllm.text import TextTokenizer
 
 
@@ -96,3 +96,11 @@ def test_missing_folder_is_said(tmp_path):
         TextTokenizer(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no tokenizer can be loaded"):
         TextTokenizer(tmp_path)
+
+
+def test_half_of_a_surrogate_pair_is_refused():
+    """JSON can hold one, as where a text was cut in the middle of an emoji; the tokenizer raises a TypeError."""
+    text = TextTokenizer(golden_models("opuslm")[0] / "hf_backbone")
+    for encode in (text.encode_bagpiper, text.encode_opuslm):
+        with pytest.raises(DataError, match=r"has '\\ud83d' at character 2, half of a surrogate pair"):
+            encode("a\ud83d b")

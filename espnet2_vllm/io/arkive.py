@@ -9,6 +9,7 @@ Zstandard; a dialogue is a text that holds its messages as JSON.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,16 +37,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ArkiveTable:
-    """A parquet table by id."""
+    """A parquet table by id. What is wrong with a row costs its id alone."""
 
     path: Path
-    places: Mapping[str, Place]
+    places: Mapping[str, Place | DataError]
 
     def read(self, uid: str, base_dir: Path) -> tuple[bytes, Place]:
         """Bytes of ``uid``. DataError, naming table, id and file, if they are not all there."""
         if uid not in self.places:
             raise DataError(f"{self.path}: no row has the utt_id {uid}")
-        place = self.places[uid]
+        if isinstance(place := self.places[uid], DataError):
+            raise place
         where = f"{uid} of {self.path}"
         try:
             path = locate(place.path, base_dir)
@@ -67,7 +69,7 @@ def open_table(path: Path) -> ArkiveTable:
     """Reads the columns that are needed.
 
     Raises:
-        DataError: naming the file, for one that is no such table, a row without a place, or an id that comes twice.
+        DataError: naming the file, for one that is no such table, a row without an id, or an id that comes twice.
         ConfigError: if pyarrow is not installed.
     """
     if path.is_dir():
@@ -94,17 +96,30 @@ def open_table(path: Path) -> ArkiveTable:
 def _places(path: Path, columns: Mapping[str, list]) -> dict[str, Place]:
     count = len(columns["utt_id"])
     times = [columns.get(name, [None] * count) for name in _TIMES]
-    places: dict[str, Place] = {}
+    places: dict[str, Place | DataError] = {}
     rows = zip(*(columns[name] for name in _NEEDED), *times, strict=True)
     for number, (uid, file, start, size, begin, end) in enumerate(rows, 1):
-        if not (isinstance(uid, str) and isinstance(file, str) and isinstance(start, int) and isinstance(size, int)):
-            raise DataError(
-                f"{path}: row {number}: expected utt_id and path as text, and two whole numbers, got {uid!r}, {file!r}"
-            )
+        if not isinstance(uid, str):
+            raise DataError(f"{path}: row {number}: expected utt_id as text, got {uid!r}")
         if uid in places:
             raise DataError(f"{path}: row {number}: utt_id {uid!r} comes twice")
         places[uid] = Place(file, start, size, begin, end)
+        if not _fits(places[uid]):
+            places[uid] = DataError(
+                f"{path}: row {number}: {uid}: expected a path as text, two whole numbers from 0, and times in seconds or none, got "
+                f"{tuple(places[uid])}"
+            )
     return places
+
+
+def _fits(place: Place) -> bool:
+    numbers = all(isinstance(value, int) and value >= 0 for value in (place.start, place.size))
+    times = (value for value in (place.start_time, place.end_time) if value is not None)
+    return (
+        isinstance(place.path, str)
+        and numbers
+        and all(isinstance(value, int | float) and math.isfinite(value) for value in times)
+    )
 
 
 @dataclass(frozen=True)

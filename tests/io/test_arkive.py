@@ -120,6 +120,21 @@ def test_a_bad_row_spares_the_others(tmp_path):
             reader(kind, texts, tmp_path).load(uid)
 
 
+def test_a_row_without_a_place_costs_its_id_alone(tmp_path):
+    """NaN for a time that is not known, as some tools write it; no path; bytes from before the file's begin."""
+    wav = audio(np.zeros(RATE, np.float32), tmp_path)
+    times = {"nan": {"start_time": 0.0, "end_time": float("nan")}}
+    path = archive(tmp_path / "set", dict.fromkeys(("a", "nan", "nowhere", "before"), wav), times)
+    rows = parquet.read_table(path).to_pylist()
+    rows[2]["path"], rows[3]["start_byte_offset"] = None, -5
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = reader("arkive_audio", path, tmp_path)
+    assert found.load("a")[0].shape == (1, RATE)
+    for row, uid in enumerate(("nan", "nowhere", "before"), 2):
+        with pytest.raises(DataError, match=f"row {row}: {uid}: expected a path as text, two whole numbers from 0"):
+            found.load(uid)
+
+
 def test_tables_that_are_none(tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     path.write_bytes(b"no parquet")

@@ -106,8 +106,8 @@ def _places(path: Path, columns: Mapping[str, list]) -> dict[str, Place]:
         places[uid] = Place(file, start, size, begin, end)
         if not _fits(places[uid]):
             places[uid] = DataError(
-                f"{path}: row {number}: {uid}: expected a path as text, two whole numbers from 0, and times in seconds or none, got "
-                f"{tuple(places[uid])}"
+                f"{path}: row {number}: {uid}: expected a path as text, two whole numbers from 0, and times in seconds or none; "
+                f"got {tuple(places[uid])}"
             )
     return places
 

@@ -45,17 +45,20 @@ def _specifiers(options):
 
 
 def inference(options):
-    rank, world = int(options["--rank"]) - 1, int(options["--world-size"])
+    workers = int(options["--num-workers"])
+    first, world = (int(options["--rank"]) - 1) * workers, int(options["--world-size"]) * workers
     lost = False
     for specifier in _specifiers(options):
         task, name, path = specifier.split(":")[:3]
-        ids = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["samples"][rank::world]
-        kept = [utt for utt in ids if utt != os.environ.get("FAKE_LOSE")]
-        folder = pathlib.Path(options["--output-dir"]) / f"{task}_{name}" / f"inference_rank{rank}"
-        folder.mkdir(parents=True, exist_ok=True)
-        results = {utt: [["assistant", "text", f"{options['--backend']} answers"]] for utt in kept}
-        (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
-        lost = lost or len(kept) < len(ids)
+        samples = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["samples"]
+        for rank in range(first, first + workers):
+            ids = samples[rank::world]
+            kept = [utt for utt in ids if utt != os.environ.get("FAKE_LOSE")]
+            folder = pathlib.Path(options["--output-dir"]) / f"{task}_{name}" / f"inference_rank{rank}"
+            folder.mkdir(parents=True, exist_ok=True)
+            results = {utt: [["assistant", "text", f"{options['--backend']} answers"]] for utt in kept}
+            (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+            lost = lost or len(kept) < len(ids)
     return int(lost)
 
 

@@ -71,6 +71,14 @@ def test_bagpiper_from_transcripts_to_merged_results(recipe, checkpoint):
     assert "over 7 utterances, 0 of them without a result" in done.stdout
 
 
+@pytest.mark.parametrize("option", ["--num-workers 2", "--num-workers 1 --num-workers 2"])
+def test_ranks_of_workers_are_merged_too(recipe, checkpoint, option):
+    done = run(recipe, *BAGPIPER, "--inference_nj", "2", "--inference_args", option, "--inference_dir", "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(load(recipe / "out" / "dialogue_all" / "results.json")) == 7
+    assert len(list((recipe / "out" / "dialogue_all").glob("inference_rank*"))) == 4
+
+
 def test_result_directories_are_named_by_espnets_rules(recipe, checkpoint):
     done = run(recipe, *OPUSLM, "--inference_args", "--seed 3 --dtype float32", "--inference_model", "model.pth")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -332,7 +332,7 @@ specifier_of() { # specifier_of DATASET-JSON: task:name:path
 
 decode_bagpiper() {
     local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier
-    local json specifier name resolved logdir total=0 count jobs job failed=false
+    local json specifier name resolved logdir total=0 count jobs workers=1 failed=false
     if [ -n "${test_registered_specifier}" ]; then
         [ -z "${specifiers}" ] || die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
         specifiers=${test_registered_specifier} kind=--test-registered-specifier
@@ -376,11 +376,12 @@ decode_bagpiper() {
         --backend "${backend}" \
         ${inference_args} || failed=true
     if "${failed}"; then show_failed_logs "${logdir}"/inference.*.log; fi
+    if [[ ${inference_args} =~ .*--num[_-]workers[\ =]+([0-9]+) ]]; then workers=$((10#${BASH_REMATCH[1]})); fi
     for specifier in ${resolved}; do
-        local task_name name dir outputs=()
+        local task_name dir rank outputs=()
         IFS=: read -r task_name name json _ <<<"${specifier}"
         dir=${result_root}/${task_name}_${name}
-        for job in $(seq "${jobs}"); do outputs+=("${dir}/inference_rank$((job - 1))"); done
+        for rank in $(seq 0 $((jobs * workers - 1))); do outputs+=("${dir}/inference_rank${rank}"); done
         merge "${dir}" "${json}" "${outputs[@]}" || failed=true
         log "Results: ${dir}/"
     done

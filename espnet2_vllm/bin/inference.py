@@ -73,6 +73,8 @@ def get_parser() -> argparse.ArgumentParser:
     formats = ("list", "string")
     text_help = "A text in results.json: list of one string (ESPnet up to 2026), or string (newer)"
     add(group, "text-format", choices=formats, default="list", help=text_help)
+    directories_help = "Folder of a set: <task>_<name>, or its specifier with ':' as '_', as up to 2026-05"
+    add(group, "directory-names", choices=("name", "specifier"), default="name", help=directories_help)
     levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
     add(group, "log-level", type=str.upper, default="INFO", choices=levels, help="The verbose level of logging")
     add_decoding_options(parser, style="-")
@@ -204,7 +206,7 @@ def _decode_all(
         for dataset, of_ranks in zip(datasets, writers, strict=True):
             begun = time.monotonic()
             tally = _decode(args, config, checkpoint, dataset, speech, tokenizer, engine, of_ranks)
-            where, seconds = str(args.output_dir / _directory(dataset)), time.monotonic() - begun
+            where, seconds = str(_directory(args, dataset)), time.monotonic() - begun
             folders = [writer.directory for writer in of_ranks.values()]
             end_of_run(folders, tally, seconds, dataset.specifier.text, args.command, dataset.samples)
             _remove_stale_ranks(args, dataset)
@@ -212,16 +214,20 @@ def _decode_all(
     return max(codes)
 
 
-def _directory(dataset: Dataset) -> str:
+def _directory(args: argparse.Namespace, dataset: Dataset) -> Path:
+    """Where the results of a data set go, below the output directory whatever stands in its specifier."""
     from ..io.names import safe_file_name
 
-    return safe_file_name(dataset.directory_name)
+    if args.directory_names == "name":
+        return args.output_dir / safe_file_name(dataset.directory_name)
+    parts = [part for part in dataset.specifier.text.replace(":", "_").split("/") if part]
+    return args.output_dir.joinpath(*map(safe_file_name, parts))
 
 
 def _rank_folders(args: argparse.Namespace, dataset: Dataset) -> dict[int, Path]:
     """Folder of each rank of this job."""
     first = (args.rank - 1) * args.num_workers
-    folder = args.output_dir / _directory(dataset)
+    folder = _directory(args, dataset)
     return {rank: folder / f"inference_rank{rank}" for rank in range(first, first + args.num_workers)}
 
 
@@ -233,7 +239,7 @@ def _remove_stale_ranks(args: argparse.Namespace, dataset: Dataset) -> None:
     """
     from ..io.journal import FOLDER, in_use
 
-    for folder in (args.output_dir / _directory(dataset)).glob("inference_rank*"):
+    for folder in _directory(args, dataset).glob("inference_rank*"):
         number, results = folder.name.removeprefix("inference_rank"), folder / "results.json"
         stale = number.isdecimal() and int(number) >= args.world_size * args.num_workers
         if stale and (folder / FOLDER).is_dir() and results.is_file() and not in_use(folder):

@@ -237,6 +237,16 @@ def test_results_of_an_earlier_run_with_more_ranks_go_and_come_back(model, tmp_p
     assert "2 of them taken over" in caplog.text and (list(results(out)), list(results(out, 1))) == (["a"], ["b"])
 
 
+def test_folders_are_named_as_those_of_older_espnet_where_that_is_asked_for(model, tmp_path):
+    """After the specifier, whose path becomes folders; they stay below the output directory."""
+    dataset(model, {"a": "one"})
+    specifier, out = "text_to_audio:set:set/../set/dataset.json:2", tmp_path / "deep" / "out"
+    assert bagpiper(model, settings(model), specifier, out, "--directory-names", "specifier") == 0
+    (written,) = tmp_path.glob("deep/**/results.json")
+    assert written == out / "text_to_audio_set_set/%2E%2E/set/dataset.json_2/inference_rank0/results.json"
+    assert f'"{written.parent}/a_segment' in written.read_text(encoding="utf-8")
+
+
 def test_several_sets_with_the_same_ids_and_underscores(model, tmp_path):
     """Every option in the other spelling; each set has a folder of its own."""
     first = dataset(model, {"a": "hello"}, name="one")

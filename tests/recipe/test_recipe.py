@@ -188,6 +188,24 @@ def test_what_cannot_be_used_is_said_at_once(recipe, checkpoint, words, code, me
     assert (done.returncode, message in done.stderr) == (code, True), done.stdout + done.stderr
 
 
+def test_a_recording_that_cannot_be_read_costs_itself_and_the_exit_code(recipe, checkpoint):
+    """Through all stages: the others are formatted, prepared, decoded and scored."""
+    words = ("--family", "bagpiper", "--task", "audio_to_text", "--test_sets", "all", "--inference_config")
+    words = (*words, "conf/inference_text.yaml", "--inference_dir", "out")
+    assert run(recipe, *words, "--stop_stage", "data").returncode == 0
+    path = recipe / "data" / "all" / "wav.scp"
+    key, *_ = path.read_text(encoding="utf-8").split(maxsplit=1)
+    path.write_text(path.read_text(encoding="utf-8").replace(f"{key} ", f"{key} gone/"), encoding="utf-8")
+    done = run(recipe, *words, "--stage", "format")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"format_audio: {key}: " in done.stderr and "6 of 6 utterances have results" in done.stdout
+    assert "not every recording could be read: dump/audio_raw_audio_to_text_mini_an4/all" in done.stderr
+    # Nothing can be read: what the last run left is not taken for this one's.
+    path.write_text(f"{key} gone.wav\n", encoding="utf-8")
+    done = run(recipe, *words, "--stage", "format")
+    assert done.returncode == 1 and "Stage 5" not in done.stdout
+
+
 def test_sets_of_one_name_do_not_replace_one_another(recipe, checkpoint):
     assert run(recipe, *OPUSLM, "--stop_stage", "5").returncode == 0
     shutil.copytree(recipe / "dump" / "raw_codec_ssl_plain_tts_mini_an4", recipe / "dump" / "other")

@@ -183,6 +183,7 @@ if [ -z "${inference_tag}" ]; then
 fi
 result_root=${inference_dir:-${speechlm_exp}/${inference_tag}}
 
+incomplete= # directories that lack recordings
 if ! "${skip_data_prep}"; then
     if runs 1; then
         log "Stage 1 (data): data/{${test_sets// /,}}"
@@ -211,13 +212,24 @@ if ! "${skip_data_prep}"; then
         done
     fi
 
+    going_on() { # going_on EXIT-CODE FOLDER FILE...: with the recordings that could be read, if that is all that went wrong
+        local code=$1 folder=$2 name
+        shift 2
+        for name in "$@"; do [ "${code}" -eq 1 ] && [ -s "${folder}/${name}" ] || exit "${code}"; done
+        log "Recordings of ${folder} are missing, see above; going on with the others"
+        incomplete+="${incomplete:+, }${folder}"
+    }
+
     if runs 2; then
         for dset in ${test_sets}; do
             if [ -n "${recordings[${dset}]}" ]; then
                 log "Stage 2 (format): data/${dset} -> ${audio_dir}/${dset}"
+                # What an earlier run left would look like this one's.
+                for name in ${recordings[${dset}]}; do rm -f "${audio_dir}/${dset}/${name}"; done
                 # shellcheck disable=SC2086
                 "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" \
-                    --output-dir "${audio_dir}/${dset}" --name ${recordings[${dset}]} --fs "${fs}"
+                    --output-dir "${audio_dir}/${dset}" --name ${recordings[${dset}]} --fs "${fs}" ||
+                    going_on $? "${audio_dir}/${dset}" ${recordings[${dset}]}
             else
                 log "Stage 2 (format): ${task} reads no recordings: nothing to do for data/${dset}"
             fi
@@ -230,13 +242,15 @@ if ! "${skip_data_prep}"; then
             if [ -n "${recordings[${dset}]}" ]; then source_dir=${audio_dir}/${dset}; fi
             if [ -n "${recordings[${dset}]}" ] && [ "${family}" = opuslm ]; then
                 log "Stage 5 (tokenise): ${source_dir} -> ${token_dir}/${dset}"
+                for name in ${recordings[${dset}]}; do rm -f "${token_dir}/${dset}/${name}"; done
                 # shellcheck disable=SC2086
                 "${python}" -m espnet2_vllm.bin.tokenize_audio --data-dir "${source_dir}" --output-dir "${token_dir}/${dset}" \
                     --name ${recordings[${dset}]} \
                     --train-config "${speechlm_exp}/config.yaml" --model-file "${speechlm_exp}/${inference_model}" \
                     ${inference_config:+--inference-config "${inference_config}"} \
                     --ssl-config "$(dirname "${ssl_checkpoint_path}")/config.yaml" --ssl-checkpoint "${ssl_checkpoint_path}" \
-                    --ssl-kmeans "${ssl_kmeans_path}" --ssl-layer "${ssl_nlayer}"
+                    --ssl-kmeans "${ssl_kmeans_path}" --ssl-layer "${ssl_nlayer}" ||
+                    going_on $? "${token_dir}/${dset}" ${recordings[${dset}]}
                 source_dir=${token_dir}/${dset}
             fi
             log "Stage 5 (prepare): ${source_dir} -> ${data_dir}/${dset}/${json_name}"
@@ -428,4 +442,5 @@ else
     log "Skip the stages for decoding and scoring"
 fi
 
+[ -z "${incomplete}" ] || die 1 "not every recording could be read: ${incomplete}; the log above names them"
 log "Successfully finished. [elapsed=${SECONDS}s]"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SpeechLMError, complain
+from .options import at_least
 from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("a", type=Path, metavar="A", help="the tree that counts as right")
     parser.add_argument("b", type=Path, metavar="B", help="the other one")
     steps = "samples that are no more 16-bit steps apart are equal (default 2, what ways of rounding make)"
-    parser.add_argument("--wav-tolerance", "--wav_tolerance", type=int, default=2, metavar="STEPS", help=steps)
+    parser.add_argument("--wav-tolerance", "--wav_tolerance", type=at_least(0), default=2, metavar="STEPS", help=steps)
     most = "exit code 1 if more than this share of the keys differs in anything (default 0)"
     parser.add_argument("--max-differing", "--max_differing", type=share, default=0.0, metavar="SHARE", help=most)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all differences")

@@ -136,6 +136,8 @@ def read_turns(path: Path) -> Iterator[tuple[str, Item]]:
     scp = path.with_name("dialogue_token.scp")
     ids = read_keyed(scp) if scp.is_file() else {}
     for key, turns in (item for records in _load(path) for item in keyed_messages(records, path, fields=(4,))):
+        if not turns:
+            yield key, Item()  # is there, and says nothing
         for number, (_, modality, _, content) in enumerate(turns):
             content, text = _said(content), modality == "text_bpe"
             name = f"{key}_segment{number}"
@@ -146,6 +148,8 @@ def _messages(root: Path, path: Path) -> Iterator[tuple[str, Item]]:
     (results,) = _load(path)
     for key, messages in keyed_messages(results, path, fields=(3,)):
         scores = path.parent / SCORES / safe_file_name(key, ".npz")
+        if not messages:
+            yield key, Item()
         for number, (_, modality, content) in enumerate(messages, 1):
             content = _said(content)
             text, ids = modality == "text", str(scores) if number == 1 and scores.is_file() else None

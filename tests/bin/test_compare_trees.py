@@ -215,6 +215,18 @@ def test_two_sets_below_one_folder_are_not_taken_for_one(tmp_path, capsys):
     assert run(tmp_path, tmp_path / "a" / "text_only_one", tmp_path / "b" / "text_only_one")[0] == 1
 
 
+def test_a_key_without_messages_that_is_gone_is_missing(tmp_path):
+    for tree, results in (
+        ("a", {"u": [["assistant", "text", "x"]], "none": []}),
+        ("b", {"u": [["assistant", "text", "x"]]}),
+    ):
+        (tmp_path / tree).mkdir()
+        (tmp_path / tree / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    code, facts = run(tmp_path, tmp_path / "a", tmp_path / "b")
+    assert code == 1 and [(d["key"], d["kind"]) for d in facts["differences"]] == [("none", "missing")]
+    assert run(tmp_path, tmp_path / "a", tmp_path / "a")[0] == 0
+
+
 @pytest.mark.parametrize("content", [[], ["x", "y"], {"x": 1}, 3])
 def test_texts_of_another_shape_are_compared_as_they_stand(content, tmp_path):
     for tree, value in (("a", content), ("b", ["words"])):
@@ -236,3 +248,6 @@ def test_a_threshold_is_a_share(asr, capsys):
     with pytest.raises(SystemExit) as stop:
         compare.main([str(asr[0]), str(asr[1]), "--max-differing", "3"])
     assert stop.value.code == 2 and "not from 0 to 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(asr[0]), str(asr[1]), "--wav-tolerance", "-1"])
+    assert stop.value.code == 2 and "-1 is below 0" in capsys.readouterr().err

@@ -306,14 +306,14 @@ class SpeechLM:
                 found.append(self._utterance(str(place), checked_messages(messages), answer, seed))
             except DataError as error:
                 found.append(error)
-        from .audio.ahead import encode_batch
+        from .audio.ahead import encode_each
 
         heard = [i for i, item in enumerate(found) if isinstance(item, Utterance) and _sounds(item)]
         if heard:
             with self._lock:
-                encoded = encode_batch([found[i] for i in heard], self.tower)
+                encoded = encode_each([found[i] for i in heard], self.tower)
             for place, item in zip(heard, encoded, strict=True):
-                found[place] = item
+                found[place] = item if isinstance(item, Utterance) else item[1]
         return found
 
     def _utterance(self, key: str, messages: list[list[Any]], answer: Sequence[str], seed: int) -> Utterance:

@@ -18,6 +18,7 @@ from espnet2_vllm import Decoding, SpeechLM, split_thinking
 from espnet2_vllm.decoding_choice import settings_of
 from espnet2_vllm.errors import CheckpointError, ConfigError, DataError
 from espnet2_vllm.generation import Generation
+from espnet2_vllm.prompt.conversation import checked_messages
 
 CASES = golden_files("bagpiper/qwen3-s4-cb32-contaudio/cases/*cont_audio*.json")
 GREEDY = Decoding(temperature=0.0, max_step=12, min_step=2)
@@ -204,6 +205,76 @@ def test_settings_and_messages_of_the_wrong_kind_are_named(tmp_path):
     for options in ({"backend": "vlm"}, {"backend": "pytorch", "dtype": "float31"}):
         with pytest.raises(ConfigError, match="did you mean"):
             SpeechLM.from_pretrained(contaudio(), **options)
+
+
+WAV = np.random.default_rng(7).standard_normal(8000).astype(np.float32) * 0.1
+SAME_SOUNDS = {
+    "float64": WAV.astype(np.float64),
+    "int16": np.round(WAV * 2**15).astype(np.int16),
+    "int32": np.round(WAV * 2.0**31).astype(np.int32),
+    "other byte order": WAV.astype(">f4"),
+    "list": WAV.tolist(),
+    "channels": np.stack([WAV, WAV]),
+}
+NO_SOUNDS = {
+    "NaN": np.where(np.arange(8000) == 5, np.nan, WAV),
+    "infinite": WAV + np.inf,
+    "no samples": WAV[:0],
+    "no channel": WAV[None][:0],
+    "one number": np.float32(3),
+    "three axes": WAV.reshape(1, 1, -1),
+    "ragged": [[0.1, 0.2], [0.1]],
+    "words": ["a", "b"],
+    "complex": WAV.astype(complex),
+    "truth values": WAV > 0,
+    "int64": np.arange(8000),
+}
+
+
+@pytest.mark.parametrize("kind", [*SAME_SOUNDS, "tensor", "tensor with a gradient", "bfloat16"])
+def test_samples_of_any_type_are_the_same_sound(kind):
+    import torch
+
+    tensor = torch.from_numpy(WAV.copy())
+    tensors = {
+        "tensor": tensor,
+        "tensor with a gradient": tensor.clone().requires_grad_(),
+        "bfloat16": tensor.bfloat16(),
+    }
+    ((_, _, (samples, rate)),) = checked_messages([["user", "audio", ({**SAME_SOUNDS, **tensors}[kind], 16000)]])
+    assert samples.dtype == np.float32 and rate == 16000
+    np.testing.assert_allclose(samples.reshape(-1)[:8000], WAV, atol=2e-3 if kind == "bfloat16" else 2e-5)
+
+
+@pytest.mark.parametrize("kind", NO_SOUNDS)
+def test_what_is_no_sound_is_refused_by_its_message(kind):
+    with pytest.raises(DataError, match=r"^messages\[0\]: "):
+        checked_messages([["user", "audio", (NO_SOUNDS[kind], 16000)]])
+    with pytest.raises(DataError, match="got the rate True"):
+        checked_messages([["user", "audio", (WAV, True)]])
+
+
+def test_a_recording_that_the_encoder_cannot_hear_refuses_nobody_else():
+    loud = np.linspace(-3e38, 3e38, 8000, dtype=np.float32)
+    with SpeechLM.from_pretrained(contaudio(), backend="pytorch") as opened:
+        asked = [[["user", "audio", (samples, 16000)]] for samples in (WAV, loud, WAV)]
+        found = opened.generate(asked, GREEDY)
+        assert [answer.outcome == "refused" for answer in found] == [False, True, False]
+        assert "NaN or infinite" in found[1].reason and found[0].text == found[2].text
+        with pytest.raises(DataError, match="NaN or infinite"):
+            opened.generate(asked[1], GREEDY)
+
+
+def test_modalities_texts_and_answers_of_other_types_are_named(tmp_path):
+    (config,) = golden_files("opuslm/tiny-llama/config.yaml")
+    hello = [["user", "text", "hello"]]
+    for folder in (contaudio(), config.parent):
+        with SpeechLM.from_pretrained(folder, backend="pytorch") as opened:
+            for wrong in (["user", ["text"], "x"], ["user", None, "x"], ["user", "text", tmp_path]):
+                with pytest.raises(DataError, match="must be texts|a text must be|expected a text"):
+                    opened.generate([*hello, wrong])
+            with pytest.raises((ConfigError, DataError), match="answer"):
+                opened.generate(hello, answer=(["text"],))
 
 
 def test_a_clip_that_the_codec_cannot_decode_refuses_its_answer_alone(monkeypatch):

@@ -84,22 +84,21 @@ class _Encoder:
 
     def __call__(self, batch: Sequence[Item]) -> list[Item]:
         self._tower = self._tower or self._make()
-        return self._encode(batch)
+        return encode_each(batch, self._tower)
 
-    def _encode(self, batch: Sequence[Item]) -> list[Item]:
-        """Where that fails, in halves: the guilty utterance alone fails."""
-        if not any(map(_sounds, batch)):
-            return list(batch)
-        try:
-            return encode_batch(batch, self._tower)
-        except Exception as error:  # noqa: BLE001 - whatever an encoder raises is the outcome of its utterance
-            if len(batch) > 1:
-                log.warning(
-                    "audio: %d utterances could not be encoded together (%s); in halves instead", len(batch), error
-                )
-                half = len(batch) // 2
-                return [*self._encode(batch[:half]), *self._encode(batch[half:])]
-            return [(batch[0].key, _outcome_of(error, batch[0].key))]
+
+def encode_each(batch: Sequence[Item], tower: AudioTower) -> list[Item]:
+    """``encode_batch``; where that fails, in halves: the guilty utterance alone becomes (key, error)."""
+    if not any(map(_sounds, batch)):
+        return list(batch)
+    try:
+        return encode_batch(batch, tower)
+    except Exception as error:  # noqa: BLE001 - whatever an encoder raises is the outcome of its utterance
+        if len(batch) > 1:
+            log.warning("audio: %d utterances could not be encoded together (%s); in halves instead", len(batch), error)
+            half = len(batch) // 2
+            return [*encode_each(batch[:half], tower), *encode_each(batch[half:], tower)]
+        return [(batch[0].key, _outcome_of(error, batch[0].key))]
 
 
 def _outcome_of(error: Exception, key: str) -> SpeechLMError:

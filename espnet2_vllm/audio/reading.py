@@ -5,6 +5,7 @@ int16 values of wav arks as they are; continuous encoders normalise the differen
 """
 
 import io
+import math
 import os
 import re
 import struct
@@ -24,6 +25,11 @@ _UNKNOWN_LENGTH = 0x7FFF0000
 # An mp3 declares whole MPEG frames (1152 samples), of which decoders drop the delay and the padding at both ends.
 _MP3_SLACK = 2 * 1152
 _STDERR_TAIL = 2000
+# torchaudio's defaults: zero crossings of the sinc on either side, and the cut-off below half of the lower rate.
+_ZEROS, _ROLLOFF = 6, 0.99
+_MOST_KERNEL = 2**24  # values of torchaudio's table of filters
+_MOST_GROWTH = 100  # a recording of so low a rate holds no sound; a header of 1 Hz would ask for gigabytes
+_BLOCK = 2**20  # values of filters at a time
 
 
 def read_audio(spec: str, *, base_dir: str | os.PathLike | None = None) -> tuple[np.ndarray, int]:
@@ -69,16 +75,51 @@ def resample(wav: np.ndarray, rate: int, target: int) -> np.ndarray:
     """[..., n] float32 at ``rate`` -> [..., ceil(n * target / rate)] float32 at ``target`` Hz.
 
     torchaudio's windowed-sinc interpolation, as in ESPnet's speechlm readers. Equal rates give the array itself.
+    Raises DataError for a rate that no recording has.
     """
     if rate < 1 or target < 1:
         raise DataError(f"cannot resample from {rate} Hz to {target} Hz: rates must be positive")
     if rate == target:
         return wav
+    if target > _MOST_GROWTH * rate:
+        raise DataError(
+            f"cannot resample from {rate} Hz to {target} Hz: {wav.shape[-1]} samples would be {wav.shape[-1] / rate:.0f} s; is "
+            "the rate right?"
+        )
+    original, new = rate // math.gcd(rate, target), target // math.gcd(rate, target)
+    if new * (original + 2 * _reach(original, new)) > _MOST_KERNEL:
+        return resample_by_sample(wav, original, new)
     import torch
     from torchaudio.functional import resample as torchaudio_resample
 
     samples = torch.from_numpy(np.ascontiguousarray(wav, dtype=np.float32))
     return torchaudio_resample(samples, rate, target).numpy()
+
+
+def resample_by_sample(wav: np.ndarray, original: int, new: int) -> np.ndarray:
+    """``resample`` for rates with hardly a common divisor, ``original`` : ``new`` as they are without it.
+
+    torchaudio makes a table of ``new`` filters of more than ``original`` taps (44101 to 16000 Hz: 5.6 GB); here each sample's
+    filter is made where it is used, and has only the taps that are not 0.
+    """
+    base, reach = min(original, new) * _ROLLOFF, _reach(original, new)
+    count = -(-wav.shape[-1] * new // original)
+    taps = np.arange(-reach, reach + 2)
+    padded = np.pad(wav, [(0, 0)] * (wav.ndim - 1) + [(reach, reach + 2)])
+    found = np.empty((*wav.shape[:-1], count), np.float32)
+    block = max(1, _BLOCK // len(taps))
+    for start in range(0, count, block):
+        places = np.arange(start, min(start + block, count))
+        whole, rest = np.divmod(places * original, new)
+        times = np.clip((taps - rest[:, None] / new) / original * base, -_ZEROS, _ZEROS)
+        filters = np.sinc(times) * np.cos(times * np.pi / _ZEROS / 2) ** 2 * (base / original)
+        found[..., start : start + block] = (padded[..., whole[:, None] + taps + reach] * filters).sum(-1)
+    return found
+
+
+def _reach(original: int, new: int) -> int:
+    """Samples on either side that an interpolated sample is made of."""
+    return math.ceil(_ZEROS * original / (min(original, new) * _ROLLOFF))
 
 
 def mono_at(wav: np.ndarray, rate: int, target: int, notes: Counter[str] | None = None) -> np.ndarray:
@@ -112,7 +153,7 @@ def _read_path(text: str, base_dir: str | os.PathLike | None) -> tuple[np.ndarra
 
 def _existing(name: str, base_dir: str | os.PathLike | None) -> Path | None:
     for path in [Path(name)] if base_dir is None else [Path(base_dir) / name, Path(name)]:
-        if path.is_file():
+        if os.path.isfile(path):  # Path.is_file raises for a name that is too long
             return path
     return None
 
@@ -183,18 +224,20 @@ def _decode_ark_entry(file: BinaryIO, offset: int, name: str) -> tuple[np.ndarra
     except (soundfile.LibsndfileError, EOFError, ValueError, struct.error, kaldiio.python_wave.Error) as error:
         raise DataError(f"{name}: cannot be read from the ark, or the ark is cut short: {error}") from error
     samples = samples[:, None] if samples.ndim == 1 else samples
-    return np.ascontiguousarray(_as_float(samples, name).T), rate
+    return np.ascontiguousarray(as_float(samples, name).T), rate
 
 
-def _as_float(samples: np.ndarray, name: str) -> np.ndarray:
-    """Samples as a file holds them -> float32 in [-1, 1), by the scale that libsndfile uses."""
+def as_float(samples: np.ndarray, name: str) -> np.ndarray:
+    """Samples as a file holds them -> float32 in [-1, 1), by the scale that libsndfile uses. DataError for other types."""
     if samples.dtype.kind == "f":
         return samples.astype(np.float32)
     if samples.dtype == np.uint8:
         return (samples.astype(np.float32) - 128.0) / 128.0
     if samples.dtype == np.int16:
         return samples.astype(np.float32) / 32768.0
-    raise DataError(f"{name}: samples of type {samples.dtype} cannot be read; expected 8 or 16 bit, or floats")
+    if samples.dtype == np.int32:
+        return (samples / 2.0**31).astype(np.float32)
+    raise DataError(f"{name}: samples of type {samples.dtype} cannot be read; expected 8, 16 or 32 bit, or floats")
 
 
 def _check_audio_entry_is_whole(file: BinaryIO, size: int, name: str) -> None:

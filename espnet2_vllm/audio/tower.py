@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DataError
 from ..precision import convolutions
 from .features import LogMel
 from .listening import Listening, audio_settings
@@ -70,6 +70,9 @@ class AudioTower:
 
         Args:
             prompts: clips as ``Listening.prepare`` gives them.
+
+        Raises:
+            DataError: if a vector is NaN or infinite, of samples far beyond full scale for one.
         """
         prompts = [list(clips) for clips in prompts]
         chunk = 2 * self.listening.half_chunk
@@ -83,6 +86,11 @@ class AudioTower:
         made: dict[_Clip, torch.Tensor] = {}
         for width, clips in todo.items():
             vectors, rows = self._vectors(self._log_mel(list(clips.values())), width)
+            if not vectors.isfinite().all():
+                raise DataError(
+                    f"the audio encoder gives NaN or infinite values in {self.dtype}; is the recording beyond all scale, or "
+                    "too loud for this dtype?"
+                )
             made.update(zip(clips, _to_host(vectors).split(rows), strict=True))
             self._known.update(zip(clips, vectors.split(rows), strict=True))
         found = [[made[name] if name in made else _to_host(self._known[name]) for name in clips] for clips in names]

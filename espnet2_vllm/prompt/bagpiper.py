@@ -5,6 +5,7 @@ Source: ESPnet ``SpeechLMPreprocessor`` and ``DiscreteAudioIO`` (espnet2/speechl
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -230,5 +231,5 @@ def read_recording(spec: str, base_dir: Path | None) -> Clip:
 
     name, colon, offset = spec.strip().rpartition(":")
     path = name if colon and offset.isdecimal() else spec.strip()
-    here = base_dir is None or spec.strip().endswith("|") or Path(path).exists() or Path(spec.strip()).exists()
+    here = base_dir is None or spec.strip().endswith("|") or os.path.exists(path) or os.path.exists(spec.strip())
     return read_audio(spec, base_dir=None if here else base_dir)

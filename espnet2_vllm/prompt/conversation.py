@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..audio.reading import as_float
 from ..errors import DataError
 from ..layout import Layout
 from ..plan import Given, Utterance, Wanted
@@ -17,6 +18,7 @@ from .tasks import find_task
 
 # Modalities in plain words -> the names of OpusLM.
 OPUSLM_NAMES = {"text": "text_bpe", "audio": "codec_ssl"}
+TEXTS = ("text", "text_bpe")
 
 
 def checked_messages(messages: Any, where: str = "messages") -> list[list[Any]]:
@@ -32,29 +34,52 @@ def checked_messages(messages: Any, where: str = "messages") -> list[list[Any]]:
         if isinstance(message, (str, bytes)) or not isinstance(message, Sequence) or len(message) != 3:
             raise DataError(f"{where}[{i}] is {message!r}, expected [role, modality, content]")
         role, modality, content = message
-        found.append([role, modality, _content(content)])
+        if not isinstance(role, str) or not isinstance(modality, str):
+            raise DataError(f"{where}[{i}]: role {role!r} and modality {modality!r} must be texts")
+        try:
+            found.append([role, modality, content if modality in TEXTS else _content(content)])
+        except DataError as error:
+            raise DataError(f"{where}[{i}]: {error}") from error
     return found
 
 
 def _content(content: Any) -> Any:
-    """A path becomes its name; samples of any library an array."""
+    """A path becomes its name; samples of any library and type float32."""
     if hasattr(content, "__fspath__"):
         return content.__fspath__()
     if isinstance(content, Sequence) and not isinstance(content, str) and len(content) == 2:
         samples, rate = content
-        if hasattr(samples, "__array__") or isinstance(samples, Sequence):
-            return _clip(np.asarray(samples), rate)
+        if hasattr(samples, "__array__") or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes))):
+            return _samples(samples), _rate(rate)
     return content
 
 
-def _clip(samples: np.ndarray, rate: Any) -> tuple[np.ndarray, int]:
-    if not isinstance(rate, (int, float, np.integer, np.floating)) or not float(rate).is_integer():
+def _rate(rate: Any) -> int:
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(rate, (bool, np.bool_)) or not isinstance(rate, numbers) or not float(rate).is_integer():
         raise DataError(f"audio must be (samples, rate) with a whole number of Hz, got the rate {rate!r}")
-    if samples.ndim == 2 and samples.shape[0] > samples.shape[1]:
+    return int(rate)
+
+
+def _samples(samples: Any) -> np.ndarray:
+    """[n] or [channels, n] float32, full scale 1, of an array, a tensor or lists."""
+    if hasattr(samples, "is_floating_point"):  # a tensor: on any device, with a gradient, bfloat16
+        samples = samples.detach()
+        samples = samples.float() if samples.is_floating_point() else samples
+    try:
+        wav = np.asarray(samples.cpu() if hasattr(samples, "cpu") else samples)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the samples cannot be made an array: {error}") from error
+    if wav.ndim not in (1, 2) or wav.size == 0:
+        raise DataError(f"samples of shape {wav.shape}, expected [n] or [channels, n], and at least one sample")
+    if wav.ndim == 2 and wav.shape[0] > wav.shape[1]:
         raise DataError(
-            f"samples of shape {samples.shape} are [n, channels]; expected [n] or [channels, n]: transpose them"
+            f"samples of shape {wav.shape} are [n, channels]; expected [n] or [channels, n]: transpose them"
         )
-    return samples, int(rate)
+    wav = as_float(wav, "audio")
+    if not np.isfinite(wav).all():
+        raise DataError(f"{int((~np.isfinite(wav)).sum())} samples are NaN or infinite")
+    return wav
 
 
 def is_conversation(messages: Any) -> bool:
@@ -112,7 +137,8 @@ def opuslm_conversation(
         except DataError as error:
             raise DataError(f"message {i}: {error}") from error
         turns.append(Turn(role, name, False, codes))
-    if isinstance(answer, str) or not isinstance(answer, Sequence) or not answer:
+    sequence = isinstance(answer, Sequence) and not isinstance(answer, str)
+    if not sequence or not answer or not all(isinstance(name, str) for name in answer):
         raise DataError(
             f"answer: expected the modalities of the assistant's turns, as ('text', 'audio'), got {answer!r}"
         )

@@ -12,6 +12,7 @@ import soundfile
 from conftest import golden_files
 
 from espnet2_vllm.audio import first_channel, read_audio, resample
+from espnet2_vllm.audio.reading import resample_by_sample
 from espnet2_vllm.errors import DataError
 
 SEED = 611
@@ -278,3 +279,34 @@ def test_resample():
     assert resample(wav[:, :7], 8000, 16000).shape == (1, 14)
     with pytest.raises(DataError, match="from 0 Hz to 16000 Hz"):
         resample(wav, 0, 16000)
+
+
+@pytest.mark.parametrize(("rate", "target"), [(1009, 997), (997, 1009), (9000, 97), (97, 500), (7, 500)])
+def test_rates_without_a_common_divisor_are_resampled_as_torchaudio_does(noise, rate, target):
+    import torch
+    import torchaudio
+
+    exact = torchaudio.functional.resample(torch.from_numpy(noise).double(), rate, target).numpy()
+    found = resample_by_sample(noise, rate, target)
+    assert found.dtype == np.float32 and found.shape == exact.shape
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6)
+
+
+def test_a_rate_for_which_torchaudio_would_need_gigabytes_is_resampled():
+    tone = np.sin(np.arange(44101) * 0.05).astype(np.float32)
+    found = resample(tone, 44101, 16000)
+    assert len(found) == 16000
+    expected = np.sin(np.arange(16000) * 44101 / 16000 * 0.05)
+    np.testing.assert_allclose(found[100:-100], expected[100:-100], atol=2e-3)
+
+
+@pytest.mark.parametrize(("rate", "target"), [(1, 16000), (159, 16000), (0, 16000), (-8000, 16000)])
+def test_rates_that_no_recording_has_are_refused_before_memory_is_asked_for(rate, target):
+    with pytest.raises(DataError, match=f"cannot resample from {rate} Hz"):
+        resample(np.zeros(480_000, np.float32), rate, target)
+
+
+def test_names_too_long_for_the_file_system_are_no_files():
+    for name in ("x" * 300 + ".wav", "/x" * 5000, "x" * 300 + ".ark:12"):
+        with pytest.raises(DataError, match="no such file"):
+            read_audio(name)

@@ -10,7 +10,7 @@ from transformers import WhisperFeatureExtractor
 
 from espnet2_vllm.audio.tower import AudioTower, _has_flash_attention
 from espnet2_vllm.checkpoint import ensure_converted
-from espnet2_vllm.errors import CheckpointError
+from espnet2_vllm.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-4  # vectors of this model reach 8
 SECONDS = (0.0126, 0.1, 0.3, 0.99, 1.0, 1.01, 2.5, 7.99, 8.0, 8.01, 17.3)
@@ -94,6 +94,13 @@ def test_a_short_clip_depends_on_the_longest_of_its_prompt(tower):
     ((alone,), (beside, _)) = tower.encode([[short], [short, long]])
     assert alone.shape == beside.shape
     assert (alone - beside).abs().max() > 1e-2
+
+
+def test_samples_beyond_all_scale_are_refused_and_not_remembered(tower):
+    loud = np.full(4000, 3e38, np.float32) * np.linspace(-1, 1, 4000, dtype=np.float32)
+    for _ in range(2):
+        with pytest.raises(DataError, match="NaN or infinite values in torch.float32"):
+            tower.encode([[loud]])
 
 
 def test_windows_and_clips_do_not_hear_each_other(tower):

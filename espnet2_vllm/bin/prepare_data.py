@@ -80,20 +80,22 @@ def bagpiper_text_to_audio(args: argparse.Namespace) -> list[str]:
 def bagpiper_dialogue(args: argparse.Namespace) -> list[str]:
     """As `opuslm_text_dialogue`; decoding stops reading before the assistant's turn, which is the reference.
 
-    With a question the user lets the recording be heard, from the ``wav.scp`` that stage ``format`` wrote, and asks it.
+    With a question the user lets the recording be heard, from the ``wav.scp`` that stage ``format`` wrote, and asks it. Who has
+    none there is in the set all the same: the decoder refuses that utterance, and its outcome says why there is no answer.
     """
     text = _texts(args.data_dir)
     answers = _answers(args.data_dir, text)
     recordings = _nonempty(args.data_dir / "wav.scp") if args.question else {}
     if absent := [key for key in text if args.question and key not in recordings]:
-        raise DataError(
-            f"{args.data_dir / 'wav.scp'}: no recording for {len(absent)} utterances, the first is {absent[0]!r}"
-        )
+        message = f"{args.data_dir / 'wav.scp'}: no recording for {len(absent)} utterances, the first is {absent[0]!r}"
+        if len(absent) == len(text):
+            raise DataError(message)
+        print(f"prepare_data: {message}; they will be refused", file=sys.stderr)
     with whole_file(args.output_dir / "dialogue.jsonl") as file:
         for key, words in sorted_by_key(text):
             turns = [["system", "text", args.system_prompt]] if args.system_prompt else []
             if args.question:
-                turns += [["user", "audio", recordings[key]], ["user", "text", args.question]]
+                turns += [["user", "audio", recordings.get(key, "")], ["user", "text", args.question]]
             else:
                 turns.append(["user", "text", words])
             turns.append(["assistant", "text", answers[key]])

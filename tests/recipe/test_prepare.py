@@ -255,6 +255,11 @@ def test_questions_about_recordings(tmp_path, capsys):
         ["assistant", "text", "one two"],
     ]
     (data / "wav.scp").write_text("a /wav/a.wav\n", encoding="utf-8")
+    assert prepare_data.main([*words, "--question", "what?"]) == 0
+    assert "no recording for 1 utterances, the first is 'b'; they will be refused" in capsys.readouterr().err
+    lines = (tmp_path / "set" / "dialogue.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["messages"][0][2] for line in lines] == ["/wav/a.wav", ""]
+    (data / "wav.scp").write_text("z /wav/a.wav\n", encoding="utf-8")
     assert prepare_data.main([*words, "--question", "what?"]) == 1
-    assert "no recording for 1 utterances, the first is 'b'" in capsys.readouterr().err
+    assert "no recording for 2 utterances, the first is 'a'" in capsys.readouterr().err
     assert prepare_data.main([*words[:3], "text_to_audio", *words[4:], "--question", "what?"]) == 2

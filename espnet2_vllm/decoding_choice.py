@@ -92,7 +92,7 @@ class Decoding:
                 del wanted["sampling_temperature"]
                 wanted["topk"] = 1
             if block in settings or own:
-                result[block] = _over(settings.get(block) or {}, {**wanted, **own})
+                result[block] = _over(_mapping(block, settings.get(block) or {}), {**wanted, **own})
         if self.enforce_modality is not None:
             if isinstance(self.enforce_modality, str) or not isinstance(self.enforce_modality, Sequence):
                 raise ConfigError(
@@ -144,12 +144,6 @@ def _read(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         return dict(source)
     if not isinstance(source, (str, PathLike)):
         raise ConfigError(f"decoding settings: expected Decoding, a mapping or a yaml file, got {source!r}")
-    import yaml
+    from .yaml_document import Document
 
-    try:
-        found = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{source}: cannot be read as decoding settings: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{source}: expected decoding settings (blocks of modalities), found {type(found).__name__}")
-    return found
+    return Document.read(source).data

@@ -8,6 +8,7 @@ A rule is a function that returns the checked value or raises ValueError with th
 import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from numbers import Integral, Real  # numpy's numbers too
 from typing import Any
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -54,9 +55,9 @@ def whole(low: int, high: int) -> Callable[[Any], int]:
 
     def rule(value: Any) -> int:
         _refuse_text(value, expected)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
             raise ValueError(f"is {show(value)}; expected {expected}")
-        return value
+        return int(value)
 
     return rule
 
@@ -67,7 +68,7 @@ def number(low: float, high: float) -> Callable[[Any], float]:
 
     def rule(value: Any) -> float:
         _refuse_text(value, expected)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
             raise ValueError(f"is {show(value)}; expected {expected}")
         return float(value)
 

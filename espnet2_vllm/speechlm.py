@@ -216,7 +216,7 @@ class SpeechLM:
         return None if found.audio is None else wav_bytes(*found.audio), found.text
 
     def _check_answer(self, answer: Sequence[str], default: tuple[str, ...]) -> None:
-        if self.checkpoint.family == "bagpiper" and answer != default:
+        if self.checkpoint.family == "bagpiper" and answer not in (default, [*default]):
             raise ConfigError(
                 f"answer {answer!r}: is for OpusLM checkpoints; of Bagpiper, enforce_modality names segments"
             )

@@ -26,7 +26,7 @@ from .backends.run import outcome_of
 from .background import Background
 from .codes import frame_codes
 from .drive import Driver, drive
-from .errors import EngineError, SpeechLMError
+from .errors import ConfigError, EngineError, SpeechLMError
 from .plan import REFUSED, Hypothesis, Result, RowRequest, RowResult, Utterance, Wanted
 from .protocol import BagpiperRules, Rules
 
@@ -216,6 +216,8 @@ class Streamer:
     def __init__(self, engine: EngineThread, service: CodecService, sizes: ChunkSizes | None = None) -> None:
         from .codec.chunks import ChunkSizes
 
+        if not isinstance(sizes, ChunkSizes | None):
+            raise ConfigError(f"sizes: expected codec.chunks.ChunkSizes(first, then), got {sizes!r}")
         self.engine, self.service, self.sizes = engine, service, sizes or ChunkSizes()
         layout = engine.engine.layout
         # Rows that the engine hands out at a time: when a chunk can be made of them, and not before.

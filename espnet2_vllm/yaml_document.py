@@ -11,6 +11,7 @@ import yaml
 from espnet2_vllm.errors import ConfigError
 
 Path = tuple[str, ...]
+MOST_VALUES = 100_000
 MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -120,6 +121,8 @@ def _parse(name: str, text: str) -> tuple[Any, dict[Path, int]]:
             if node is None:
                 return None, lines
             _index(name, node, (), lines, set())
+            if _size(node, {}) > MOST_VALUES:
+                raise ConfigError(f"{name}: its aliases (*) stand for more than {MOST_VALUES} values; write it out")
             return _plain(loader.construct_document(node)), lines
         finally:
             loader.dispose()
@@ -133,8 +136,9 @@ def _parse(name: str, text: str) -> tuple[Any, dict[Path, int]]:
         raise ConfigError(f"{name}:{line}: is not valid yaml: {error.reason}; remove the character") from error
     except RecursionError as error:
         raise ConfigError(f"{name}: is nested too deeply or refers to itself; expected a plain mapping") from error
-    except ValueError as error:
-        # PyYAML lets int() and date() speak for themselves when a value looks like a number or a date but is none.
+    except (ValueError, KeyError, AttributeError) as error:
+        # PyYAML lets int() and date() speak for themselves when a value looks like a number or a date but is none, and
+        # trips over `!!bool abc` and `!!timestamp x`.
         raise ConfigError(
             f"{name}: holds a value that yaml cannot read ({error}); put it in quotes or mend it"
         ) from error
@@ -161,6 +165,16 @@ def _index(name: str, node: yaml.Node, path: Path, lines: dict[Path, int], seen:
                     )
                 here[key.tag, key.value] = lines[full] = line
                 _index(name, value, full, lines, seen)
+
+
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Values below ``node`` with its aliases written out, as ``_plain`` does."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 1  # of a node that holds itself, which is refused elsewhere
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ import soundfile
 from conftest import golden_files
 
 from espnet2_vllm import Decoding, SpeechLM, split_thinking
+from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.decoding_choice import settings_of
 from espnet2_vllm.errors import CheckpointError, ConfigError, DataError
 from espnet2_vllm.generation import Generation
@@ -399,6 +400,39 @@ def test_settings_over_settings(tmp_path):
         settings_of("opuslm", Decoding(cfg=2))
     with pytest.raises(ConfigError, match="cannot be read"):
         settings_of("bagpiper", tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="text: expected settings by their names, got 3"):
+        settings_of("bagpiper", {"text": 3}, Decoding(topk=3))
+
+
+def test_a_file_of_settings_is_read_as_strictly_from_python_as_on_the_command_line(tmp_path):
+    file = tmp_path / "inference.yaml"
+    for text, words in (
+        ("text: {topk: 1, topk: 2}\n", ":1: text.topk: is given twice"),
+        ("text: &a [*a]\n", "refers to itself"),
+        ("text: {topk: 2001-99-99}\n", "cannot read"),
+        ("", "is empty"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        for choice in (file, Decoding(source=file)):
+            with pytest.raises(ConfigError, match=words):
+                settings_of("bagpiper", choice)
+
+
+def test_settings_are_numbers_of_any_library():
+    import torch
+
+    numbers = {"temperature": np.float32(0.5), "topk": np.int64(5), "max_step": np.uint8(9)}
+    found = load_decoding(settings_of("bagpiper", Decoding(cfg=np.float16(2), **numbers)), "bagpiper").audio
+    assert (found.temperature, found.topk, found.max_rows, found.cfg) == (0.5, 5, 9, 2.0)
+    assert type(found.topk) is int and type(found.temperature) is float
+    for wrong in (
+        {"topk": np.bool_(True)},
+        {"topk": np.float32(5)},
+        {"temperature": np.float64("nan")},
+        {"topk": torch.tensor(5)},
+    ):
+        with pytest.raises(ConfigError, match="expected a"):
+            load_decoding(settings_of("bagpiper", Decoding(**wrong)), "bagpiper")
 
 
 def test_importing_is_light():

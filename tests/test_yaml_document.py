@@ -5,6 +5,7 @@ from decoding_samples import write
 
 from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.errors import ConfigError
+from espnet2_vllm.yaml_document import Document
 
 
 def test_messages_name_file_and_line(tmp_path):
@@ -64,3 +65,20 @@ def test_bom_crlf_and_anchors(tmp_path):
     shared = "audio: &a {temperature: 0.5, topk: 3, max_step: 9}\ntext: *a\n"
     config = load_decoding(write(tmp_path, shared), "bagpiper", overrides={"audio.topk": 7})
     assert (config.audio.topk, config.text.topk) == (7, 3)
+
+
+def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path):
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    for before, name in ("ab", "bc", "cd", "de", "ef", "fg", "gh", "hi"):
+        lines.append(f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]")
+    with pytest.raises(ConfigError, match="its aliases"):
+        Document.read(write(tmp_path, "\n".join(lines)))
+    assert len(Document.read(write(tmp_path, "\n".join(lines[:3]))).data["c"]) == 10
+
+
+@pytest.mark.parametrize(
+    "value", ["!!bool abc", "!!timestamp x", "!!int abc", "!!float abc", "!!binary x", "2001-99-99"]
+)
+def test_values_that_are_not_what_their_tag_says_are_messages(tmp_path, value):
+    with pytest.raises(ConfigError, match="yaml"):
+        Document.read(write(tmp_path, f"dtype: {value}\n"))

@@ -76,6 +76,8 @@ class SpeechLM:
         from .plan import LONG_AUDIO
         from .prompt.bagpiper import listening_of
 
+        if units is not None and not hasattr(units, "kmeans"):
+            raise ConfigError(f"units: expected an audio.units.UnitsDescription, got {units!r}")
         if long_audio not in LONG_AUDIO:
             raise ConfigError(f"long_audio {long_audio!r} is unknown; expected one of {', '.join(LONG_AUDIO)}")
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
@@ -185,7 +187,13 @@ class SpeechLM:
         (utterance,) = await asyncio.to_thread(self.utterances, [messages], answer, seed)
         if isinstance(utterance, SpeechLMError):
             raise utterance
-        streamer = await asyncio.to_thread(lambda: Streamer(self.engine, self.speech.service, sizes))
+
+        def make() -> Streamer:
+            engine = self.engine
+            with self._lock:  # of calls that come together one makes the codec
+                return Streamer(engine, self.speech.service, sizes)
+
+        streamer = await asyncio.to_thread(make)
         async with contextlib.aclosing(streamer.stream(utterance, config, seed=seed)) as stream:
             async for item in stream:
                 yield item
@@ -381,17 +389,20 @@ class SpeechLM:
             )
         single = is_conversation(messages)
         seed = _checked_seed(seed)
-        futures = []
+        futures: list[Future[Result]] = []
         items = self.utterances([messages] if single else messages, answer, seed)
-        for place, item in enumerate(items):
-            if isinstance(item, SpeechLMError):
-                future: Future[Result] = Future()
-                future.set_result(Result(str(place), (), REFUSED, str(item)))
-                if single:
-                    raise item
-            else:
-                future = Generation(self.engine, item, config, seed).future
-            futures.append(future)
+        if single and isinstance(items[0], SpeechLMError):
+            raise items[0]
+        try:
+            for place, item in enumerate(items):
+                if isinstance(item, SpeechLMError):
+                    futures.append(Future())
+                    futures[-1].set_result(Result(str(place), (), REFUSED, str(item)))
+                else:
+                    futures.append(Generation(self.engine, item, config, seed).future)
+        except BaseException:  # interrupted: nobody will wait for those that are on their way
+            cancel(futures)
+            raise
         return futures, single
 
     def _answers(self, results: Sequence[Result]) -> list[Answer]:

@@ -172,6 +172,13 @@ def test_what_cannot_be_opened():
         SpeechLM.from_server("http://localhost:8000")
     with pytest.raises(CheckpointError, match="no-such/model: there is no such folder, and the hub"):
         SpeechLM.from_pretrained("no-such/model")
+    for name in (None, 3, b"exp", ["exp"]):
+        with pytest.raises(CheckpointError, match="expected the folder of a checkpoint"):
+            SpeechLM.from_pretrained(name)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        SpeechLM.from_pretrained("x" * 300)
+    with pytest.raises(ConfigError, match="units: expected an audio.units.UnitsDescription, got 3"):
+        SpeechLM.from_pretrained(contaudio(), units=3)
     with pytest.raises(ConfigError, match="long_audio 'cuts'"):
         SpeechLM.from_pretrained(contaudio(), long_audio="cuts")
     with pytest.raises(ConfigError, match="the codec's share 2 is not above 0 and up to 1"):
@@ -298,6 +305,22 @@ def test_a_clip_that_the_codec_cannot_decode_refuses_its_answer_alone(monkeypatc
     assert [answer.outcome for answer in found] == [found[0].outcome, "refused", found[0].outcome]
     assert found[1].reason == "no sound" and found[1].audio is None
     assert found[0].audio is not None and found[2].audio is not None
+
+
+def test_requests_that_were_begun_before_an_interrupt_are_dropped(monkeypatch):
+    begun = []
+
+    def begin(*args):
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        begun.append(Generation(*args))
+        return begun[-1]
+
+    monkeypatch.setattr("espnet2_vllm.speechlm.Generation", begin)
+    with SpeechLM.from_pretrained(contaudio(), backend="pytorch") as opened:
+        with pytest.raises(KeyboardInterrupt):
+            opened.generate([[["user", "text", "hello"]]] * 4, Decoding(max_step=200, min_step=200))
+        assert [generation.future.cancelled() for generation in begun] == [True, True]
 
 
 def test_close_ends_the_codecs_thread_and_a_later_call_begins_anew():

@@ -48,6 +48,8 @@ def describe(source: Source, *, vocab_order: str = "name") -> Description:
     layout = _layout(ios, text_size, stream_sizes, vocab_order, where)
     continuous = _continuous(source, ios[_CONTINUOUS], backbone.hidden_size) if _CONTINUOUS in ios else None
     conf = arguments["model"].get("model_conf") or {}
+    if not isinstance(conf, Mapping):
+        raise CheckpointError(f"{where}: model.model_conf is {conf!r}, expected a mapping")
     dtype_key = "dtype" if "dtype" in conf else "torch_dtype"
     return Description(
         source=source,

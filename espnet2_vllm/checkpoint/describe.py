@@ -7,11 +7,12 @@ from typing import Any
 
 from ..codec import CodecDescription
 from ..codec.locate import locate_directory
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..layout import Layout
 from .expected import ARCHITECTURES, Shapes, read_hf_config
 from .sources import Source
 
+VOCAB_ORDERS = ("name", "yaml")
 _TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_MORE = ("spiece.model", "sentencepiece*.model", "chat_template*", "config.json")
 
@@ -79,6 +80,8 @@ def describe(source: Source, *, vocab_order: str = "name") -> Description:
     """Read the yaml of ``source`` and what it names. Raises CheckpointError or ConfigError with file and key."""
     from . import bagpiper, opuslm
 
+    if vocab_order not in VOCAB_ORDERS:
+        raise ConfigError(f"vocab_order {vocab_order!r}: expected one of {', '.join(VOCAB_ORDERS)}")
     families: dict[str, Callable[..., Description]] = {"bagpiper": bagpiper.describe, "opuslm": opuslm.describe}
     return families[source.family](source, vocab_order=vocab_order)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -9,7 +10,10 @@ from ..errors import CheckpointError
 
 def find_folder(name: str | Path) -> Path:
     """A file or folder that is here, or the hub's files of that tag. CheckpointError if there are none."""
-    return Path(name) if Path(name).exists() else _download(str(name))
+    if not isinstance(name, (str, os.PathLike)):
+        raise CheckpointError(f"expected the folder of a checkpoint, or its tag on the hub, got {name!r}")
+    # Path.exists would raise for a name that is too long
+    return Path(name) if os.path.exists(name) else _download(str(name))
 
 
 def _download(tag: str) -> Path:
@@ -22,5 +26,5 @@ def _download(tag: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{tag}: there is no such folder, and the hub gave no checkpoint of that name "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         ) from error

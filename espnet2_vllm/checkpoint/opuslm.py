@@ -79,7 +79,16 @@ def token_names(source: Source, layout: Layout) -> list[str]:
 def _layout(arguments: Mapping[str, Any], where: Path) -> Layout:
     token_list = require(arguments, "token_list", list, where)
     token_bias = require(arguments, "token_bias", Mapping, where)
-    streams = arguments.get("codec_token_in_use") or require(arguments, "codec_token_per_frame", int, where)
+    for place, name in enumerate(token_list[:NUM_SPECIALS]):
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{where}: token_list has {name!r} as entry {place}, expected the name of a special token"
+            )
+    for name, bounds in token_bias.items():
+        if not isinstance(bounds, list) or [type(bound) for bound in bounds] != [int, int]:
+            raise CheckpointError(f"{where}: token_bias.{name} is {bounds!r}, expected [first id, id behind the last]")
+    key = "codec_token_in_use" if arguments.get("codec_token_in_use") else "codec_token_per_frame"
+    streams = require(arguments, key, int, where)
     try:
         layout = Layout.opuslm(token_list, token_bias, streams)
     except CheckpointError as error:

@@ -127,7 +127,7 @@ def _compare(
     """Raise CheckpointError, with every name, unless exactly the expected tensors are there."""
     given = {(entry.part, entry.name): entry for entry in mapped}
     strange = [f"{name} {source.specs[name]}" for name in unknown]
-    missing, other_shape = [], []
+    missing, other_shape, no_floats = [], [], []
     for part, shapes in expected.items():
         if shapes is None:
             continue
@@ -137,6 +137,8 @@ def _compare(
                 missing.append(f"{source_name(family, part, name)} {list(shape)}")
                 continue
             found = source.specs[entry.source].shape
+            if part == MODEL and not _is_float(source.specs[entry.source].dtype):
+                no_floats.append(f"{entry.source} {source.specs[entry.source]}")
             if spare_rows and name == STREAM_EMBEDDING:
                 found = (min(found[0], shape[0]), *found[1:])
             if found != shape:
@@ -144,7 +146,12 @@ def _compare(
         strange += [f"{e.source} {source.specs[e.source]}" for e in mapped if e.part == part and e.name not in shapes]
     problems = [
         _listed(f"{len(names)} {what}", names)
-        for what, names in (("missing", missing), ("unknown", strange), ("of another shape", other_shape))
+        for what, names in (
+            ("missing", missing),
+            ("unknown", strange),
+            ("of another shape", other_shape),
+            ("of no floating type", no_floats),
+        )
         if names
     ]
     if problems:

@@ -100,7 +100,8 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as stream:
             content = yaml.load(stream, Loader=loader)  # noqa: S506 - both are safe loaders
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        # All but the first and the last: UTF-8, numbers and dates that are none, `!!bool abc`, a node that holds itself.
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: expected a mapping at the top level, got {type(content).__name__}")

@@ -106,7 +106,6 @@ def _read_torch_file(path: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _unwrap(content: Any, path: Path) -> Mapping[str, Any]:
-    import torch
 
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
@@ -114,13 +113,22 @@ def _unwrap(content: Any, path: Path) -> Mapping[str, Any]:
             break
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: expected a mapping of tensors, got {type(content).__name__}")
-    others = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    others = [str(name) for name, value in content.items() if not (isinstance(name, str) and _is_plain(value))]
     if others or not content:
-        found = f"{len(others)} entries that are no tensors: {', '.join(others[:8])}" if others else "nothing"
+        found = f"{len(others)} entries that are no plain tensors: {', '.join(others[:8])}" if others else "nothing"
         raise CheckpointError(
             f"{path}: expected tensors, directly or under one of {', '.join(map(repr, _WRAPPERS))}, but found {found}"
         )
     return content
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose numbers are there, one by one: not sparse, quantised or without data."""
+    import torch
+
+    return (
+        isinstance(value, torch.Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
+    )
 
 
 class DistributedSource:

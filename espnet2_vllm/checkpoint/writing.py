@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .names import MODEL
 from .plan import Entry
 from .sources import DESCRIPTION_FILE
 from .tensors import TensorSource
@@ -59,6 +61,7 @@ def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) ->
     for entry in entries:
         tensor = entry.load(source)
         assert tuple(tensor.shape) == entry.spec.shape, f"{entry.source}: {tuple(tensor.shape)}, planned {entry.spec}"
+        _check_finite(entry, tensor, source)
         tensors[entry.name] = tensor
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".pth":
@@ -70,6 +73,17 @@ def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) ->
 
         save_file(tensors, path, metadata=_METADATA)
         path.chmod(_file_mode())
+
+
+def _check_finite(entry: Entry, tensor: Any, source: TensorSource) -> None:
+    """CheckpointError for NaN or infinite weights of the language model, with which nothing that is generated means anything."""
+    if entry.part != MODEL or tensor.element_size() < 2:  # torch cannot compare 8 bits
+        return
+    if not all(math.isfinite(bound) for bound in map(float, tensor.aminmax())):
+        raise CheckpointError(
+            f"{source.path}: {entry.source} holds NaN or infinite values as {entry.spec.dtype} ({entry.stored.dtype} in the file); has "
+            "the training diverged, is the file damaged, or the dtype too small for the weights?"
+        )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -96,7 +96,7 @@ def _refuse_unknown(keys: Iterable[Any], known: tuple[str, ...], where: str) -> 
 
 def _kind(block: Mapping[str, Any], kinds: dict[str, str], where: str) -> str:
     choice = block.get("codec_choice")
-    if choice not in kinds:
+    if not isinstance(choice, str) or choice not in kinds:
         raise ConfigError(f"{where}: codec_choice {choice!r} is not supported here; expected one of {list(kinds)}")
     return kinds[choice]
 

@@ -57,6 +57,20 @@ def test_shape(tmp_path):
     refused(folder, r"1 of another shape: model.norm.weight is \[32\], expected \[64\]")
 
 
+def test_weights_that_mean_nothing(tmp_path):
+    folder = copy_of("bagpiper", tmp_path)
+    kept = state_dict(model_file(folder))["model.norm.weight"].clone()
+    for value in (float("nan"), float("-inf")):
+        changed = kept.clone()
+        changed[5] = value
+        change_tensors(folder, lambda tensors, changed=changed: tensors.update({"model.norm.weight": changed}))
+        refused(folder, "model.norm.weight holds NaN or infinite values as .*diverged")
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": kept.float() + 1e6}))
+    refused(folder, "model.norm.weight holds NaN or infinite values as float16", dtype="float16")
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": kept.long()}))
+    refused(folder, r"1 of no floating type: model.norm.weight int64 \[64\]")
+
+
 def test_wrong_family(tmp_path):
     folder = copy_of("bagpiper", tmp_path)
     other = of_family("opuslm")[0]
@@ -151,6 +165,7 @@ def test_ambiguous_vocabulary_order(tmp_path):
         (("audio_input: discrete_audio", "audio_input: continuous_audio"), "audio_input is 'continuous_audio', which"),
         (("job_type: speechlm", "job_type: asr"), "job_type is 'asr'"),
         (("    dtype: float32", "    dtype: int8"), "model_conf.dtype is 'int8'"),
+        (("  model_conf:\n", "  model_conf: x\n  other:\n"), "model.model_conf is 'x', expected a mapping"),
     ],
 )
 def test_bagpiper_yaml(pair, words, tmp_path):
@@ -173,6 +188,11 @@ def test_bagpiper_yaml(pair, words, tmp_path):
         (("    hf_model_tag: hf_backbone", "    hf_model_tag: codec"), "codec has no config.json"),
         (("codec_token_in_use: 9", "codec_token_in_use: 8"), "256 codec ids cannot be shared evenly by 7 codebooks"),
         (("    hf_model_tag: hf_backbone\n", ""), "key transformer_conf.hf_model_tag is missing"),
+        (("- <system_prompt>\n", "- [a, b]\n"), r"token_list has \['a', 'b'\] as entry 8, expected the name"),
+        (("    ssl:\n", "    ssl: 3\n    other:\n"), r"token_bias.ssl is 3, expected \[first id"),
+        (("codec_token_in_use: 9", "codec_token_in_use: nine"), "codec_token_in_use is 'nine', expected int"),
+        (("codec_token_in_use: 9", "codec_token_in_use: !!bool nine"), "cannot read .*config.yaml"),
+        (("codec_token_in_use: 9", "codec_token_in_use: 2001-99-99"), "cannot read .*config.yaml: month must be"),
         (("- <system_prompt>\n", "- <system>\n"), "lacks the special tokens <system_prompt>"),
     ],
 )
@@ -254,6 +274,9 @@ def test_arguments(tmp_path):
     folder = copy_of("opuslm", tmp_path)
     with pytest.raises(ConfigError, match="dtype 'int4': expected one of keep, bfloat16"):
         convert(folder, tmp_path / "converted", dtype="int4")
+    for family in ("opuslm", "bagpiper"):
+        with pytest.raises(ConfigError, match="vocab_order 'nme': expected one of name, yaml"):
+            convert(copy_of(family, tmp_path / family), tmp_path / "converted", vocab_order="nme")
     with pytest.raises(ConfigError, match="shard size 0"):
         convert(folder, tmp_path / "converted", shard_size=0)
     assert state_dict(model_file(folder))

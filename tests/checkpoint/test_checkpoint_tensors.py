@@ -75,9 +75,12 @@ class Foreign:
         (Foreign(), "cannot read .* as a torch checkpoint"),
         ([1, 2], "expected a mapping of tensors, got list"),
         ({}, "found nothing"),
+        ({"weight": torch.zeros(1), 3: torch.zeros(1)}, "1 entries that are no plain tensors: 3"),
+        ({"weight": torch.zeros(2, 2).to_sparse()}, "1 entries that are no plain tensors: weight"),
+        ({"weight": torch.zeros(2, device="meta")}, "1 entries that are no plain tensors: weight"),
         (
             {"weight": torch.zeros(1), "epoch": 3, "optimizer": {"a": 1}},
-            "2 entries that are no tensors: epoch, optimizer",
+            "2 entries that are no plain tensors: epoch, optimizer",
         ),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from espnet2_vllm.checkpoint.names import MODEL
 from espnet2_vllm.checkpoint.tensors import TensorSpec
 from espnet2_vllm.checkpoint.writing import appearing, split_into_shards, write_json, write_shards
 from espnet2_vllm.errors import CheckpointError
@@ -22,6 +23,7 @@ class CountedEntry:
     length: int
     alive: dict
     source: str = "somewhere"
+    part: str = MODEL
 
     @property
     def spec(self):

@@ -116,6 +116,7 @@ def test_yaml_of_opuslm():
         ({"codec_choice": "ESPnet", "config_path": "c"}, "both config_path and checkpoint_path"),
         ({**TAG, "hf_model_tag": 3}, "hf_model_tag must be a path or a tag, got 3"),
         ({**DISCRETE_AUDIO, "codec_choice": None}, r"codec_choice None.*\['Xcodec', 'ESPnet'\]"),
+        ({**DISCRETE_AUDIO, "codec_choice": ["Xcodec"]}, r"codec_choice \['Xcodec'\] is not supported"),
         ({**DISCRETE_AUDIO, "codec_hf_tag": "x"}, r"'codec_hf_tag'.*did you mean 'codec_hf_model_tag'"),
         ({**DISCRETE_AUDIO, "codec_hf_model_tag": None}, "codec_hf_model_tag is missing"),
         ({**DISCRETE_AUDIO, "codec_max_token_per_frame": 2.0}, "codec_max_token_per_frame must be a positive integer"),

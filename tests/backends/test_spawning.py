@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import golden_models
 
-from espnet2_vllm.backends.spawning import METHOD, choose_spawn, main_left_out
+from espnet2_vllm.backends.spawning import METHOD, choose_spawn
 
 SPAWNING = """
 from contextlib import nullcontext

@@ -119,10 +119,18 @@ class Network:
 def _load_backbone(path: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    with _quiet():  # it would report stream_emb.weight; what it found is checked here
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, output_loading_info=True, local_files_only=True
-        )
+    try:
+        with _quiet():  # it would report stream_emb.weight; what it found is checked here
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attention, output_loading_info=True, local_files_only=True
+            )
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged file makes transformers raise anything
+        raise CheckpointError(
+            f"{path}: the language model cannot be loaded ({type(error).__name__}: {error}); espnet2-vllm check says what is "
+            "damaged; or convert the checkpoint again"
+        ) from error
     problems = {
         "missing": set(info["missing_keys"]),
         "unexpected": set(info["unexpected_keys"]) - {"stream_emb.weight"},

@@ -19,7 +19,7 @@ from .expected import (
     xcodec_shapes,
 )
 from .names import CODEC, CONTINUOUS_AUDIO, EMBEDDING, HEAD, MODEL
-from .opening import read_description
+from .opening import read_description, read_layout
 from .tensors import TensorSpec
 from .writing import INDEX
 
@@ -45,7 +45,7 @@ def check_directory(directory: str | Path) -> list[Finding]:
     directory = Path(directory)
     try:
         content = read_description(directory)
-        layout = Layout.from_dict(content["layout"])
+        layout = read_layout(directory, content)
     except CheckpointError as error:
         return [Finding(False, str(error))]
     parts: list[Callable[[], str]] = [
@@ -66,6 +66,8 @@ def _findings(parts: list[Callable[[], str]]) -> Iterator[Finding]:
             what = part()
         except SpeechLMError as error:
             yield Finding(False, str(error))
+        except Exception as error:  # noqa: BLE001 - a damaged file makes its readers raise anything, which is what is found
+            yield Finding(False, f"cannot be read ({type(error).__name__}: {error}); convert the checkpoint again")
         else:
             if what:
                 yield Finding(True, what)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..codec import CodecDescription
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SpeechLMError
 from ..layout import Layout
 from .conversion import FORMAT_VERSION, check_family
 from .sources import DESCRIPTION_FILE
 from .writing import FORMAT, write_json
 
 _KEYS = ("layout", "preprocessor", "codec", "continuous_audio", "max_rows", "source", "tensors", "files")
+_MALFORMED = (SpeechLMError, KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def read_description(directory: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; convert the checkpoint again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the description of a converted directory; expected format {FORMAT!r}")
@@ -107,15 +108,34 @@ def open_checkpoint(directory: str | Path, *, family: str | None = None) -> Chec
     """
     directory = Path(directory)
     content = read_description(directory)
-    layout = Layout.from_dict(content["layout"])
+    layout = read_layout(directory, content)
     check_family(layout.family, family, directory)
-    codec = content["codec"]
+    kinds = {"preprocessor": Mapping, "continuous_audio": Mapping | None, "max_rows": int, "source": Mapping}
+    for key, kind in kinds.items():
+        if not isinstance(content[key], kind):
+            raise _damaged(directory, f"{key} is {content[key]!r}")
+    try:
+        codec = None if content["codec"] is None else CodecDescription.from_dict(content["codec"])
+    except _MALFORMED as error:
+        raise _damaged(directory, f"codec: {error}") from error
     return Checkpoint(
         path=directory.absolute(),
         layout=layout,
-        codec=None if codec is None else CodecDescription.from_dict(codec),
+        codec=codec,
         preprocessor=content["preprocessor"],
         continuous_audio=content["continuous_audio"],
         max_rows=content["max_rows"],
         source=content["source"],
     )
+
+
+def read_layout(directory: Path, content: Mapping[str, Any]) -> Layout:
+    """The layout in speechlm.json's ``content``. CheckpointError if it is none."""
+    try:
+        return Layout.from_dict(content["layout"])
+    except _MALFORMED as error:
+        raise _damaged(directory, f"layout: {error}") from error
+
+
+def _damaged(directory: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{directory / DESCRIPTION_FILE} is damaged ({what}); convert the checkpoint again")

@@ -81,8 +81,8 @@ def _check_finite(entry: Entry, tensor: Any, source: TensorSource) -> None:
         return
     if not all(math.isfinite(bound) for bound in map(float, tensor.aminmax())):
         raise CheckpointError(
-            f"{source.path}: {entry.source} holds NaN or infinite values as {entry.spec.dtype} ({entry.stored.dtype} in the file); has "
-            "the training diverged, is the file damaged, or the dtype too small for the weights?"
+            f"{source.path}: {entry.source} holds NaN or infinite values as {entry.spec.dtype} ({entry.stored.dtype} in the "
+            "file); has the training diverged, is the file damaged, or the dtype too small for the weights?"
         )
 
 

@@ -22,6 +22,7 @@ from espnet2_vllm.checkpoint import convert, is_converted, open_checkpoint
 from espnet2_vllm.checkpoint.checking import check_directory
 from espnet2_vllm.errors import CheckpointError
 
+INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00001.safetensors"
 
 
@@ -115,6 +116,16 @@ DAMAGE = {
         lambda d: change_json(d / "speechlm.json", lambda c: c["layout"].pop("text")),
         "layout description lacks text",
     ),
+    "layout of another kind": (
+        lambda d: change_json(d / "speechlm.json", lambda c: c.update(layout=["text"])),
+        "speechlm.json is damaged .layout: .*convert the checkpoint again",
+    ),
+    "tensors of another kind": (
+        lambda d: change_json(d / "speechlm.json", lambda c: c.update(tensors=3)),
+        "cannot be read",
+    ),
+    "index of another kind": (lambda d: change_json(d / INDEX, lambda c: c.update(weight_map="x")), "cannot be read"),
+    "nested": (lambda d: (d / "speechlm.json").write_text("[" * 100_000), "cannot read .*speechlm.json"),
 }
 
 
@@ -133,6 +144,31 @@ def test_every_fault_is_reported(directory):
     cut(directory / SHARD)
     bad = [finding.what for finding in check_directory(directory) if not finding.ok]
     assert len(bad) == 4  # the codec's file is bad for the comparison and for loading
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layout", 3), ("max_rows", "many"), ("preprocessor", None), ("source", []), ("codec", {"kind": []})],
+)
+def test_a_damaged_description_is_not_opened(directory, key, value):
+    change_json(directory / "speechlm.json", lambda content: content.update({key: value}))
+    with pytest.raises(CheckpointError, match=f"speechlm.json is damaged .{key}.*convert the checkpoint again"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("damage", ["weights cut", "weights gone", "index", "config"])
+def test_damaged_weights_are_not_run(directory, damage):
+    from espnet2_vllm.backends.network import Network
+
+    checkpoint = open_checkpoint(directory)
+    if damage == "weights cut":
+        cut(directory / SHARD)
+    elif damage == "weights gone":
+        (directory / SHARD).unlink()
+    else:
+        (directory / {"index": INDEX, "config": "config.json"}[damage]).write_text("[]", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be loaded .*espnet2-vllm check"):
+        Network(checkpoint, torch.float32, torch.device("cpu"), "eager")
 
 
 def test_no_converted_directory(tmp_path):

@@ -169,7 +169,12 @@ def _read_command(command: str, base_dir: str | os.PathLike | None) -> tuple[np.
     if not command:
         raise DataError("the name of a recording is '|' with no command before it")
     # No standard input: a command that reads it would eat the input of the program that decodes.
-    done = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, cwd=base_dir, check=False)
+    try:
+        done = subprocess.run(
+            command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, cwd=base_dir, check=False
+        )
+    except (OSError, ValueError) as error:  # too long for the system, or with a NUL in it
+        raise DataError(f"command cannot be started: {command[:200]}: {error}") from error
     stderr = done.stderr.decode("utf-8", errors="replace").strip()[-_STDERR_TAIL:] or "(nothing)"
     if done.returncode != 0:
         raise DataError(f"command failed with exit status {done.returncode}: {command}\nits last words: {stderr}")
@@ -189,9 +194,12 @@ def _decode(file: BinaryIO, name: str) -> tuple[np.ndarray, int]:
     sphere_samples = _sphere_samples(file)
     try:
         with soundfile.SoundFile(file) as audio:
-            wav = audio.read(dtype="float32", always_2d=True)
+            # Some encodings (GSM 6.10) cannot be sought, and soundfile reads these to their end only if told where it is.
+            wav = audio.read(-1 if audio.seekable() else audio.frames, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise DataError(f"{name}: no audio that libsndfile reads, or cut short: {error.error_string}") from error
+    except TypeError as error:  # soundfile takes a file whose name ends in .raw for samples without a header
+        raise DataError(f"{name}: no audio with a header: {error}; convert it to wav or flac") from error
     declared = max(audio.frames - (_MP3_SLACK if audio.format == "MP3" else 0), sphere_samples)
     if len(wav) < declared:
         raise DataError(f"{name}: cut short, {len(wav)} of {declared} samples are there")

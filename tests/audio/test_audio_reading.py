@@ -310,3 +310,18 @@ def test_names_too_long_for_the_file_system_are_no_files():
     for name in ("x" * 300 + ".wav", "/x" * 5000, "x" * 300 + ".ark:12"):
         with pytest.raises(DataError, match="no such file"):
             read_audio(name)
+
+
+def test_an_encoding_that_cannot_be_sought_is_read_whole(tmp_path):
+    tone = 0.3 * np.sin(2 * np.pi * 440 * np.arange(3200) / 8000, dtype=np.float32)[None]
+    wav, rate = read_audio(write(tmp_path / "telephone.wav", tone, 8000, subtype="GSM610"))
+    assert rate == 8000 and wav.shape == (1, 3200) and 0.25 < np.abs(wav).max() < 0.4
+
+
+def test_samples_without_a_header_and_commands_that_cannot_be_started_are_messages(tmp_path):
+    (tmp_path / "a.raw").write_bytes(bytes(3200))
+    with pytest.raises(DataError, match="a.raw: no audio with a header: .*convert it"):
+        read_audio(str(tmp_path / "a.raw"))
+    for command in ("cat a.wav #" + "x" * 200_000 + " |", "cat a\0.wav |"):
+        with pytest.raises(DataError, match="command cannot be started: cat a"):
+            read_audio(command)

@@ -1,6 +1,7 @@
 """A converted directory, opened."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def is_converted(directory: str | Path) -> bool:
 def read_description(directory: Path) -> dict[str, Any]:
     """speechlm.json. CheckpointError if it is missing, damaged or of another version."""
     path = directory / DESCRIPTION_FILE
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
         raise CheckpointError(f"no such converted directory: {directory}")
     if not path.is_file():
         raise CheckpointError(

@@ -64,15 +64,18 @@ def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) ->
         _check_finite(entry, tensor, source)
         tensors[entry.name] = tensor
     path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".pth":
-        import torch
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
-        torch.save(tensors, path)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(tensors, path, metadata=_METADATA)
-        path.chmod(_file_mode())
+    try:
+        if path.suffix == ".pth":
+            torch.save(tensors, path)
+        else:
+            save_file(tensors, path, metadata=_METADATA)
+            path.chmod(_file_mode())
+    except (SafetensorError, RuntimeError) as error:  # what both libraries make of an OSError
+        raise CheckpointError(f"{path} cannot be written ({error}); is the disk full?") from error
 
 
 def _check_finite(entry: Entry, tensor: Any, source: TensorSource) -> None:
@@ -130,8 +133,10 @@ def check_replaceable(target: Path) -> None:
             after = target.stat().st_ino
         except FileNotFoundError:
             return
-        except NotADirectoryError:
-            names, after = [target.name], before
+        except NotADirectoryError:  # it is a file, or lies below one
+            raise CheckpointError(
+                f"{target} is a file, or lies below one, and not a converted directory; it is left alone: choose another name"
+            ) from None
         if not names or DESCRIPTION_FILE in names:
             return
         if before == after:  # else another process has just put its own there, and the list may be of both

@@ -177,6 +177,7 @@ def test_no_converted_directory(tmp_path):
     with pytest.raises(CheckpointError, match="is no converted directory"):
         open_checkpoint(tmp_path)
     assert not is_converted(tmp_path)
+    assert [finding.ok for finding in check_directory("x" * 300)] == [False]
 
 
 # -- command lines ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import threading
 import weakref
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from espnet2_vllm.checkpoint.names import MODEL
 from espnet2_vllm.checkpoint.tensors import TensorSpec
-from espnet2_vllm.checkpoint.writing import appearing, split_into_shards, write_json, write_shards
+from espnet2_vllm.checkpoint.writing import appearing, split_into_shards, write_json, write_shards, write_tensors
 from espnet2_vllm.errors import CheckpointError
 
 
@@ -122,6 +123,24 @@ def test_disk_full(tmp_path):
     ):
         raise AssertionError("entered")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "codec.pth"])
+def test_disk_that_fills_meanwhile(name, tmp_path):
+    entry = CountedEntry("weight", 1_000_000, {"now": 0, "most": 0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may grow further
+    try:
+        with pytest.raises(CheckpointError, match=f"{name} cannot be written .*is the disk full"):
+            write_tensors([entry], None, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_nothing_is_converted_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="lies below one"), appearing(tmp_path / "file" / "target", 10):
+        raise AssertionError("entered")
 
 
 def test_writers_at_the_same_time_leave_one_whole_folder(tmp_path):

@@ -2,12 +2,16 @@
 
 import contextlib
 import errno
+import fcntl
+import glob
 import json
 import logging
 import math
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from .tensors import TensorSource
 
 FORMAT = "espnet2_vllm checkpoint"
 INDEX = "model.safetensors.index.json"
+_MOMENT = 60.0  # seconds in which a new folder may not be held yet
 _METADATA = {"format": "pt"}  # what transformers asks of a safetensors file
 
 log = logging.getLogger(__name__)
@@ -115,13 +120,33 @@ def appearing(target: Path, nbytes: int) -> Iterator[Path]:
         raise CheckpointError(
             f"{target} needs {nbytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free in {target.parent}"
         )
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    prefix = f".{target.name}.{socket.gethostname()}."
+    _clear_abandoned(target.parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".part", dir=target.parent))
+    held = os.open(folder, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(held, fcntl.LOCK_EX)
         folder.chmod(0o777 & ~_umask())
         yield folder
         _take_place(folder, target)
     finally:
+        os.close(held)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_abandoned(parent: Path, prefix: str) -> None:
+    """Removes what processes of this machine began and, killed, could not remove: nobody holds it, and it is not just made."""
+    for folder in parent.glob(f"{glob.escape(prefix)}*.part"):
+        with contextlib.suppress(OSError):  # held by a process that is writing there, or gone meanwhile
+            held = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(held).st_mtime > _MOMENT:
+                    log.info("removing %s, which a conversion left that was killed", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def check_replaceable(target: Path) -> None:

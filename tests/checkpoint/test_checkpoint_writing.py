@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -135,6 +138,26 @@ def test_disk_that_fills_meanwhile(name, tmp_path):
             write_tensors([entry], None, tmp_path / name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next_one(tmp_path):
+    code = "import os, pathlib, sys; from espnet2_vllm.checkpoint.writing import appearing\n"
+    code += "with appearing(pathlib.Path(sys.argv[1]), 10) as folder: (folder / 'weights').write_text('x'); os._exit(9)"
+    target = tmp_path / "target"
+    assert subprocess.run([sys.executable, "-c", code, target], check=False).returncode == 9
+    (left,) = tmp_path.glob(".target.*.part")
+    with appearing(target, 10) as folder:
+        ours(folder)
+    assert left.exists(), "it may have been begun just now"
+    os.utime(left, (0, 0))
+    with appearing(target, 10) as folder:
+        assert not left.exists()
+        os.utime(folder, (0, 0))
+        with appearing(target, 10) as other:  # the first is at work, however old it looks
+            assert folder.exists()
+            ours(other)
+        ours(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_nothing_is_converted_below_a_file(tmp_path):

@@ -28,7 +28,7 @@ import numpy as np
 from .answer import Answer, generated_segments, only_answer, wav_bytes
 from .decoding_choice import Decoding, label_of, settings_of
 from .drive import draw_seed
-from .errors import CheckpointError, ConfigError, DataError, SpeechLMError
+from .errors import CheckpointError, ConfigError, DataError, EngineError, SpeechLMError
 from .generation import Generation, begun_in_thread, cancel
 from .plan import REFUSED, Result, Utterance
 from .prompt.conversation import checked_messages, is_conversation, load_codes, opuslm_conversation
@@ -314,14 +314,12 @@ class SpeechLM:
                 found.append(self._utterance(str(place), checked_messages(messages), answer, seed))
             except DataError as error:
                 found.append(error)
-        from .audio.ahead import encode_each
+        from .audio.ahead import encode_each, sounds
 
-        heard = [i for i, item in enumerate(found) if isinstance(item, Utterance) and _sounds(item)]
-        if heard:
+        if any(map(sounds, found)):
             with self._lock:
-                encoded = encode_each([found[i] for i in heard], self.tower)
-            for place, item in zip(heard, encoded, strict=True):
-                found[place] = item if isinstance(item, Utterance) else item[1]
+                encoded = encode_each(found, self.tower)
+            found = [item[1] if isinstance(item, tuple) else item for item in encoded]
         return found
 
     def _utterance(self, key: str, messages: list[list[Any]], answer: Sequence[str], seed: int) -> Utterance:
@@ -426,8 +424,12 @@ class SpeechLM:
                 messages[-1].append(message)
         if spoken:
             with self._lock:
-                sounds = self.speech.decode([codes for _, _, codes in spoken])
-                rate = self.speech.sample_rate
+                if self._thread is None:  # closed meanwhile: a codec that is made now would stay
+                    closed = EngineError("the model was closed before the sound was decoded")
+                    sounds, rate = [closed] * len(spoken), 0
+                else:
+                    sounds = self.speech.decode([codes for _, _, codes in spoken])
+                    rate = self.speech.sample_rate
             for (place, message, _), sound in zip(spoken, sounds, strict=True):
                 if isinstance(sound, SpeechLMError):
                     results[place] = replace(results[place], outcome=REFUSED, reason=str(sound))
@@ -446,10 +448,6 @@ def _checked_seed(seed: int | None) -> int:
         return operator.index(seed)
     except TypeError:
         raise ConfigError(f"seed: expected a whole number, or None to draw one, got {seed!r}") from None
-
-
-def _sounds(utterance: Utterance) -> bool:
-    return any(getattr(part, "continuous", ()) for part in utterance.parts)
 
 
 def _arguments(

@@ -336,6 +336,25 @@ def test_close_ends_the_codecs_thread_and_a_later_call_begins_anew():
     np.testing.assert_array_equal(again.audio[0], first.audio[0])
 
 
+def test_close_while_another_thread_waits_leaves_no_codec_behind(monkeypatch):
+    answers = SpeechLM._answers
+
+    def closing(opened, results):
+        opened.close()
+        return answers(opened, results)
+
+    monkeypatch.setattr(SpeechLM, "_answers", closing)
+    before = threading.active_count()
+    opened = SpeechLM.from_pretrained(contaudio(), backend="pytorch")
+    found = opened.generate(
+        [[["user", "text", "hello"]]] * 2, Decoding(enforce_modality=("audio",), max_step=30), seed=3
+    )
+    assert {(answer.outcome, answer.reason) for answer in found} == {
+        ("refused", "the model was closed before the sound was decoded")
+    }
+    assert threading.active_count() == before
+
+
 def test_a_coroutine_that_leaves_takes_its_request_along(model, monkeypatch):
     from espnet2_vllm.generation import Generation
 

@@ -42,7 +42,7 @@ def encoded(items: Iterable[Item], make_tower: Callable[[], AudioTower], *, toge
             while not exhausted and len(batches) < _BATCHES:
                 batch, exhausted = _next_batch(source, together)
                 if batch:
-                    heard = any(map(_sounds, batch))
+                    heard = any(map(sounds, batch))
                     batches.append((batch, pool.submit(encoder, batch) if heard else None))
             if not batches:
                 return
@@ -53,7 +53,7 @@ def encoded(items: Iterable[Item], make_tower: Callable[[], AudioTower], *, toge
             yield from batch if future is None else future.result()
 
 
-def _sounds(item: Item) -> list[Any]:
+def sounds(item: Item) -> list[Any]:
     """The continuous rows of an item."""
     if not isinstance(item, Utterance):
         return []
@@ -69,10 +69,10 @@ def _next_batch(source: Iterator[Item], together: int) -> tuple[list[Item], bool
         if item is None:
             return batch, True
         batch.append(item)
-        sounds = _sounds(item)
-        if not sounds:
+        rows = sounds(item)
+        if not rows:
             break  # nothing to wait for
-        samples += sum(len(rows.wav) for rows in sounds)
+        samples += sum(len(one.wav) for one in rows)
     return batch, False
 
 
@@ -89,7 +89,7 @@ class _Encoder:
 
 def encode_each(batch: Sequence[Item], tower: AudioTower) -> list[Item]:
     """``encode_batch``; where that fails, in halves: the guilty utterance alone becomes (key, error)."""
-    if not any(map(_sounds, batch)):
+    if not any(map(sounds, batch)):
         return list(batch)
     try:
         return encode_batch(batch, tower)
@@ -111,8 +111,8 @@ def _outcome_of(error: Exception, key: str) -> SpeechLMError:
 
 def encode_batch(batch: Sequence[Item], tower: AudioTower) -> list[Item]:
     """The same items with the vectors of their continuous rows."""
-    places = [place for place, item in enumerate(batch) if _sounds(item)]
-    found = tower.encode([[rows.wav for rows in _sounds(batch[place])] for place in places])
+    places = [place for place, item in enumerate(batch) if sounds(item)]
+    found = tower.encode([[rows.wav for rows in sounds(batch[place])] for place in places])
     result = list(batch)
     for place, vectors in zip(places, found, strict=True):
         left = iter(vectors)

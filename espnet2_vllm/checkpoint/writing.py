@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .names import MODEL
+from .names import EMBEDDING, HEAD, MODEL
 from .plan import Entry
 from .sources import DESCRIPTION_FILE
 from .tensors import TensorSource
@@ -84,14 +84,23 @@ def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) ->
 
 
 def _check_finite(entry: Entry, tensor: Any, source: TensorSource) -> None:
-    """CheckpointError for NaN or infinite weights of the language model, with which nothing that is generated means anything."""
+    """CheckpointError for NaN or infinite weights of the language model, with which nothing that is generated means anything.
+
+    Rows of the vocabulary are ids by themselves: those that are never used do no harm, so that it is a warning there.
+    """
     if entry.part != MODEL or tensor.element_size() < 2:  # torch cannot compare 8 bits
         return
-    if not all(math.isfinite(bound) for bound in map(float, tensor.aminmax())):
-        raise CheckpointError(
-            f"{source.path}: {entry.source} holds NaN or infinite values as {entry.spec.dtype} ({entry.stored.dtype} in the "
-            "file); has the training diverged, is the file damaged, or the dtype too small for the weights?"
-        )
+    if all(math.isfinite(bound) for bound in map(float, tensor.aminmax())):
+        return
+    what = f"{source.path}: {entry.source} holds NaN or infinite values as {entry.spec.dtype} ({entry.stored.dtype} in the file)"
+    rows = (~tensor.isfinite()).any(dim=-1).nonzero().flatten().tolist()
+    if entry.name in (EMBEDDING, HEAD) and len(rows) < len(tensor):
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        log.warning("%s for %d of %d ids (%s), which must not be used", what, len(rows), len(tensor), shown)
+        return
+    raise CheckpointError(
+        f"{what}; has the training diverged, is the file damaged, or the dtype too small for the weights?"
+    )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

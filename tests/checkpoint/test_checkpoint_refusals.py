@@ -71,6 +71,21 @@ def test_weights_that_mean_nothing(tmp_path):
     refused(folder, r"1 of no floating type: model.norm.weight int64 \[64\]")
 
 
+def test_ids_whose_weights_mean_nothing_are_told_of(tmp_path, caplog):
+    """They may be ids that nobody uses."""
+    folder = copy_of("bagpiper", tmp_path)
+
+    def spoil(tensors):
+        weight = tensors["model.embed_tokens.weight"].clone()
+        weight[[7, 9]] = float("nan")
+        tensors["model.embed_tokens.weight"] = weight
+
+    change_tensors(folder, spoil)
+    convert(folder, tmp_path / "out")
+    assert "model.embed_tokens.weight holds NaN or infinite values as float32" in caplog.text
+    assert "for 2 of 1232 ids (7, 9), which must not be used" in caplog.text
+
+
 def test_wrong_family(tmp_path):
     folder = copy_of("bagpiper", tmp_path)
     other = of_family("opuslm")[0]

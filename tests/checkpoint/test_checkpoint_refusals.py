@@ -1,6 +1,7 @@
 """What is wrong with a checkpoint is said by name and place, and nothing is left behind."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -83,7 +84,7 @@ def test_ids_whose_weights_mean_nothing_are_told_of(tmp_path, caplog):
     change_tensors(folder, spoil)
     convert(folder, tmp_path / "out")
     assert "model.embed_tokens.weight holds NaN or infinite values as float32" in caplog.text
-    assert "for 2 of 1232 ids (7, 9), which must not be used" in caplog.text
+    assert re.search(r"for 2 of \d+ ids \(7, 9\), which must not be used", caplog.text)
 
 
 def test_wrong_family(tmp_path):

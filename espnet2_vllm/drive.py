@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import secrets
 from collections.abc import Generator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 
 from . import delay
 from .decoding import DecodingConfig, SegmentConfig
-from .errors import DataError
+from .errors import ConfigError, DataError
 from .layout import Layout
 from .plan import Continuous, Given, Hypothesis, RowRequest, RowResult, Segment, Utterance, Wanted
 from .protocol import BagpiperRules, ModalityRules, OpusLMRules, Sampling, replay
@@ -36,6 +37,16 @@ def draw_seed() -> int:
     seed = secrets.randbits(31)
     log.info("no seed was given: drew seed %d", seed)
     return seed
+
+
+def checked_seed(seed: int | None) -> int:
+    """``seed``, or one that is drawn. ConfigError for what is no whole number."""
+    if seed is None:
+        return draw_seed()
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise ConfigError(f"seed: expected a whole number, or None to draw one, got {seed!r}") from None
 
 
 def modality_of_name(name: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import operator
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 
 from .answer import Answer, generated_segments, only_answer, wav_bytes
 from .decoding_choice import Decoding, label_of, settings_of
-from .drive import draw_seed
+from .drive import checked_seed
 from .errors import CheckpointError, ConfigError, DataError, EngineError, SpeechLMError
 from .generation import Generation, begun_in_thread, cancel
 from .plan import REFUSED, Result, Utterance
@@ -182,7 +181,7 @@ class SpeechLM:
         """
         from .streaming import Streamer
 
-        config, seed = self.config(decoding), _checked_seed(seed)
+        config, seed = self.config(decoding), checked_seed(seed)
         self._check_answer(answer, ("audio",))
         (utterance,) = await asyncio.to_thread(self.utterances, [messages], answer, seed)
         if isinstance(utterance, SpeechLMError):
@@ -386,7 +385,7 @@ class SpeechLM:
                 f"messages: expected a list of [role, modality, content], or many such lists, got {messages!r}"
             )
         single = is_conversation(messages)
-        seed = _checked_seed(seed)
+        seed = checked_seed(seed)
         futures: list[Future[Result]] = []
         items = self.utterances([messages] if single else messages, answer, seed)
         if single and isinstance(items[0], SpeechLMError):
@@ -439,15 +438,6 @@ class SpeechLM:
             Answer(tuple(map(tuple, found)), result.outcome, result.reason, result)
             for found, result in zip(messages, results, strict=True)
         ]
-
-
-def _checked_seed(seed: int | None) -> int:
-    if seed is None:
-        return draw_seed()
-    try:
-        return operator.index(seed)
-    except TypeError:
-        raise ConfigError(f"seed: expected a whole number, or None to draw one, got {seed!r}") from None
 
 
 def _arguments(

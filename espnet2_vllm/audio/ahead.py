@@ -104,6 +104,7 @@ def encode_each(batch: Sequence[Item], tower: AudioTower) -> list[Item]:
 def _outcome_of(error: Exception, key: str) -> SpeechLMError:
     if isinstance(error, SpeechLMError):
         return error
+    log.debug("audio: %s could not be encoded", key, exc_info=error)  # its outcome says it in a sentence
     if "out of memory" in str(error):
         return EngineError(f"{key}: no memory left on the device to encode its audio; lower gpu_memory_utilization")
     return EngineError(f"{key}: its audio could not be encoded: {type(error).__name__}: {error}")

@@ -241,9 +241,8 @@ class DataParallelEngine:
 
     def step(self) -> list[tuple[str, Outcome]]:
         """Raises what an engine ended with, once all that others had finished by then is given out."""
-        if self._failure is not None:
-            raise self._failure
-        waiting = {engine.connection: engine for engine in self._engines if engine.requests}
+        serving = self._engines if self._failure is None else ()
+        waiting = {engine.connection: engine for engine in serving if engine.requests}
         finished = []
         for connection in wait(list(waiting), _WAIT) if waiting else ():
             engine = waiting[connection]

@@ -157,9 +157,9 @@ class VllmEngine:
             if ranks != 1:
                 # vLLM would give each rank a NUMA node for itself, and refuses where there are fewer.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        else:
-            choose_spawn()
-        if not cpu and dtype == "float32":
+            return
+        choose_spawn()
+        if dtype == "float32":
             # Triton's attention would multiply float32 in TF32, whose ten bits of mantissa change greedy decisions.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
             # On Ray's other machines too, where vLLM takes along its own variables only.

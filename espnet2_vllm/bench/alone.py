@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from ..errors import EngineError
+from ..errors import EngineError, SpeechLMError
 
 _GRACE = 60.0  # seconds that the process gets to end by itself
 _T = TypeVar("_T")
@@ -52,8 +52,9 @@ def _work(connection: Connection, level: int, function: Callable[..., Any], args
     set_up_logging(logging.getLevelName(level))
     try:
         outcome = True, function(*args)
-    except Exception as error:  # noqa: BLE001 - raised at the other end
-        logging.getLogger(__name__).debug("passed on", exc_info=True)
+    except Exception as error:  # noqa: BLE001 - raised at the other end, without its traceback
+        if not isinstance(error, SpeechLMError):
+            logging.getLogger(__name__).error("%s failed", function.__name__, exc_info=True)
         outcome = False, error
     connection.send(outcome)
     connection.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, EngineError, SpeechLMError
 from .options import add, add_engine_options, at_least, codec_share, engine_options, flag, run_command
+from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
     from ..bench.cost import Peaks
@@ -384,4 +385,5 @@ def measure_system(
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .utf8 import insist_on_utf8
+
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -30,4 +32,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import ConfigError
 from .bench import option_adder, parse_lengths, positive, prepare_environment
 from .options import BACKENDS, add_engine_options, at_least, engine_options, run_command
+from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
     from ..bench.geometry import Geometry
@@ -287,4 +288,5 @@ def _write(args: argparse.Namespace, argv: Sequence[str], geometry: Geometry, co
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -5,6 +5,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from .utf8 import insist_on_utf8
+
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -79,4 +81,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    insist_on_utf8()
     sys.exit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
+from espnet2_vllm.io.files import check_another_folder
 from espnet2_vllm.io.keyed import read_keyed, write_keyed
 from espnet2_vllm.io.names import safe_file_name
 
@@ -108,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 if every utterance was written, 1 if not, 2 for options that cannot be used."""
     args = get_parser().parse_args(argv)
     try:
-        if args.output_dir.resolve() == args.data_dir.resolve():
-            raise ConfigError(f"--output-dir {args.output_dir}: is --data-dir, whose files would be replaced")
+        check_another_folder(args.output_dir, args.data_dir)
         if args.fs < 1:
             raise ConfigError(f"--fs must be a sample rate in Hz, not {args.fs}")
         notes: Counter[str] = Counter()

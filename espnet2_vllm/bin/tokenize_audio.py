@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Tokenises all recordings; what cannot be is counted and named."""
+    from ..io.files import check_another_folder
     from ..io.keyed import read_keyed, write_keyed
 
-    if args.output_dir.resolve() == args.data_dir.resolve():
-        raise ConfigError(f"--output-dir {args.output_dir}: is --data-dir, whose files would be replaced")
+    check_another_folder(args.output_dir, args.data_dir)
     tables = {name: read_keyed(args.data_dir / name) for name in args.name}
     for name, recordings in tables.items():
         if not recordings:

@@ -62,6 +62,10 @@ def write_shards(entries: Sequence[Entry], source: TensorSource, folder: Path, s
 
 def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) -> None:
     """One file: safetensors, or torch's format for a ``.pth`` (which is what ESPnet's codecs are read from)."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     tensors = {}
     for entry in entries:
         tensor = entry.load(source)
@@ -69,10 +73,6 @@ def write_tensors(entries: Sequence[Entry], source: TensorSource, path: Path) ->
         _check_finite(entry, tensor, source)
         tensors[entry.name] = tensor
     path.parent.mkdir(exist_ok=True)
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         if path.suffix == ".pth":
             torch.save(tensors, path)

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UNLIMITED = Reach(0, 0)
-_FIRST_S = (
-    0.002  # seconds that a first chunk waits for those of others, which become due in the same step of the engine
-)
-_NEXT_S = 0.1  # the same for later chunks, ...
+# Seconds that a first chunk waits for those of others, which become due in the same step of the engine.
+_FIRST_S = 0.002
+_NEXT_S = 0.1  # seconds that a later chunk waits for others, ...
 MARGIN_S = 0.3  # ... unless no more than so many seconds are left to be heard
 
 

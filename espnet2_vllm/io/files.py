@@ -9,6 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from ..errors import ConfigError
+
+
+def check_another_folder(output_dir: Path, data_dir: Path) -> None:
+    """ConfigError if what is read lies where is to be written under the same names."""
+    if output_dir.resolve() == data_dir.resolve():
+        raise ConfigError(f"--output-dir {output_dir}: is --data-dir, whose files would be replaced")
+
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, binary: bool = False) -> Iterator[IO]:

@@ -21,6 +21,28 @@ with {around}():
 child.join()
 print("over", child.exitcode)
 """
+HANDING_OVER = """
+from multiprocessing import get_context
+from espnet2_vllm.backends.spawning import main_left_out
+def work():
+    print("child")
+if __name__ == "__main__":
+    with main_left_out(3, work):
+        child = get_context("spawn").Process(target=work)
+        child.start()
+    child.join()
+    print("over", child.exitcode)
+"""
+IN_ANOTHER_THREAD = """
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import spawn
+from espnet2_vllm.backends.spawning import main_left_out
+whole = spawn.get_preparation_data
+with main_left_out(), ThreadPoolExecutor(1) as pool:
+    other = pool.submit(lambda: spawn.get_preparation_data("child")).result()
+    own = spawn.get_preparation_data("child")
+print(*(other.keys() - own.keys()), own.keys() - other.keys(), spawn.get_preparation_data is whole)
+"""
 DECODING = """
 from espnet2_vllm import Decoding, SpeechLM
 print("script")
@@ -51,21 +73,7 @@ def test_it_would_run_twice(tmp_path):
 
 def test_what_the_script_hands_over_is_found_there(tmp_path):
     """As a callable among the engine's options; the script then needs its guard."""
-    text = "\n".join(
-        [
-            "from multiprocessing import get_context",
-            "from espnet2_vllm.backends.spawning import main_left_out",
-            "def work():",
-            "    print('child')",
-            "if __name__ == '__main__':",
-            "    with main_left_out(3, work):",
-            "        child = get_context('spawn').Process(target=work)",
-            "        child.start()",
-            "    child.join()",
-            "    print('over', child.exitcode)",
-        ]
-    )
-    done = run(tmp_path, text)
+    done = run(tmp_path, HANDING_OVER)
     assert done.stdout.split() == ["child", "over", "0"], done.stderr
 
 
@@ -83,19 +91,7 @@ def test_an_actor_of_ray_is_left_to_vllm(monkeypatch):
 
 
 def test_other_threads_spawn_as_ever(tmp_path):
-    text = "\n".join(
-        [
-            "from concurrent.futures import ThreadPoolExecutor",
-            "from multiprocessing import spawn",
-            "from espnet2_vllm.backends.spawning import main_left_out",
-            "whole = spawn.get_preparation_data",
-            "with main_left_out(), ThreadPoolExecutor(1) as pool:",
-            "    other = pool.submit(lambda: spawn.get_preparation_data('child')).result()",
-            "    own = spawn.get_preparation_data('child')",
-            "print(*(other.keys() - own.keys()), own.keys() - other.keys(), spawn.get_preparation_data is whole)",
-        ]
-    )
-    done = run(tmp_path, text)
+    done = run(tmp_path, IN_ANOTHER_THREAD)
     assert done.stdout.split() == ["init_main_from_path", "set()", "True"], done.stderr
 
 

@@ -1,6 +1,7 @@
 """The console script espnet2-vllm."""
 
 import json
+import pathlib
 import subprocess
 import sys
 import time
@@ -97,6 +98,16 @@ def test_every_command_explains_itself_without_loading_an_engine(name):
     assert done.returncode == 0, done.stderr
     assert f"usage: espnet2-vllm {name}" in done.stdout or "usage: " in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_program_sees_to_its_encoding_first():
+    """In its own ``main``, ``espnet2-vllm`` does."""
+    folder = pathlib.Path(command.__file__).parent
+    programs = [path for path in folder.glob("*.py") if "__name__ == " in path.read_text(encoding="utf-8")]
+    assert len(programs) > 15
+    for path in programs:
+        last = path.read_text(encoding="utf-8").split('if __name__ == "__main__":\n')[-1]
+        assert path.name == "main.py" or last.startswith("    insist_on_utf8()\n"), path.name
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """utils/run.py: arrays of jobs by the conventions of Kaldi's job scripts."""
 
+import os
 import pathlib
 import re
 import signal
@@ -82,6 +83,21 @@ def test_gpu_jobs_never_share_a_device(tmp_path):
     assert done.returncode == 0, [path.read_text(encoding="utf-8") for path in tmp_path.glob("*.log")]
     used = {re.search(r"^on (.+)$", path.read_text(encoding="utf-8"), re.M)[1] for path in tmp_path.glob("x.*.log")}
     assert used == {"4,5", "6,7"}
+
+
+@pytest.mark.parametrize(("visible", "shown"), [("4, 5,GPU-x", "4\n5\nGPU-x\n"), ("", ""), (None, "0\n1\n")])
+def test_the_devices_that_jobs_are_given_can_be_shown(tmp_path, visible, shown):
+    """Those of ``CUDA_VISIBLE_DEVICES``, or of the machine: by these the recipe counts its jobs."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: x)'\necho 'GPU 1: NVIDIA H200 (UUID: y)'\n", encoding="utf-8"
+    )
+    tool.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    done = shell(RUN, "--show-devices", cwd=tmp_path, **variables)
+    assert (done.returncode, done.stdout) == (0, shown), done.stderr
 
 
 def test_max_jobs_run_limits_how_many_run_together(tmp_path):

@@ -193,26 +193,24 @@ def journal_of(folder, *records, cut=0):
     journal.path.write_bytes(journal.path.read_bytes()[: -cut or None])
 
 
-def test_a_line_that_a_killed_job_left_unfinished_does_not_keep_the_others_from_being_merged(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("cut", "why"),
+    [
+        pytest.param(9, "no job has written an outcome of it", id="within a line of its journal"),
+        pytest.param(0, "is finished, but its job ended before it wrote its results", id="before its results"),
+    ],
+)
+def test_what_a_killed_job_left_is_no_success_and_does_not_keep_the_others_from_being_merged(
+    tmp_path, capsys, cut, why
+):
     path = write_set(tmp_path / "set", ["a", "b"])
     write_job(tmp_path / "output.1", "wav.scp", [b"codec_ssl_plain_tts_a_sample0 x"])
     journal_of(tmp_path / "output.1", Record("codec_ssl_plain_tts_a", "ok"))
-    journal_of(tmp_path / "output.2", Record("codec_ssl_plain_tts_b", "ok"), cut=9)
+    journal_of(tmp_path / "output.2", Record("codec_ssl_plain_tts_b", "ok"), cut=cut)
     assert merge(tmp_path, path, tmp_path / "output.1", tmp_path / "output.2") == 1
     captured = capsys.readouterr()
     assert "1 of 2 utterances have results (1 ok)" in captured.out
-    assert "merge_outputs: b: no job has written an outcome of it" in captured.err
-
-
-def test_an_utterance_of_a_job_that_was_killed_before_it_wrote_its_results_is_no_success(tmp_path, capsys):
-    path = write_set(tmp_path / "set", ["a", "b"])
-    write_job(tmp_path / "output.1", "wav.scp", [b"codec_ssl_plain_tts_a_sample0 x"])
-    journal_of(tmp_path / "output.1", Record("codec_ssl_plain_tts_a", "ok"))
-    journal_of(tmp_path / "output.2", Record("codec_ssl_plain_tts_b", "ok"))
-    assert merge(tmp_path, path, tmp_path / "output.1", tmp_path / "output.2") == 1
-    captured = capsys.readouterr()
-    assert "1 of 2 utterances have results (1 ok)" in captured.out
-    assert "merge_outputs: b: is finished, but its job ended before it wrote its results" in captured.err
+    assert f"merge_outputs: b: {why}" in captured.err
 
 
 def test_after_another_split_every_utterance_counts_once_and_with_its_own_reason(tmp_path, capsys):

@@ -3,11 +3,7 @@
 # shellcheck disable=SC2034,SC2154
 
 count_gpus() { # of this machine, or those that CUDA_VISIBLE_DEVICES leaves
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        echo "${CUDA_VISIBLE_DEVICES}" | tr ',' '\n' | grep -c '[^[:space:]]' || true
-    else
-        timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
-    fi
+    "${template}/utils/run.py" --show-devices | wc -l
 }
 
 gpus_of_arguments() { # what engines and codec of a job take by --inference_args, where the last of an option counts

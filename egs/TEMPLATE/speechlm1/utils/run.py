@@ -10,6 +10,7 @@ shell's; everything else reaches the command as it stands. Exit code: 0 if every
   --gpu N            GPUs a job needs. With N > 0 every job sees N devices of its own, and as many jobs run at a time
                      as this machine (or CUDA_VISIBLE_DEVICES) has devices for
   --max-jobs-run N   how many jobs run at a time (default: all)
+  --show-devices     only print the devices that jobs are given, one a line
   --mem, --num-threads, --time, --config, --allow: taken, as cluster scripts need them; without effect here
 """
 
@@ -69,8 +70,10 @@ def visible_devices():
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip()]
     try:
-        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        lines = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, encoding="utf-8", check=True, timeout=20
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
         return []
     return [str(index) for index, _ in enumerate(re.findall(r"^GPU \d+", lines, re.MULTILINE))]
 
@@ -190,6 +193,9 @@ def main(argv):
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
+    if argv == ["--show-devices"]:
+        print("".join(f"{name}\n" for name in visible_devices()), end="")
+        return 0
     try:
         options, name, jobs, log, command = parse(argv)
         groups = device_groups(options["gpu"])

@@ -21,6 +21,7 @@ from ..plan import LONG_AUDIO
 from .options import (
     ESPNET,
     SEED_HELP,
+    Repeated,
     add,
     add_decoding_options,
     at_least,
@@ -60,8 +61,12 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "inference-config", type=Path, required=True, help="Path to inference configuration file")
     add(group, "model-checkpoint", type=Path, help="Path to model checkpoint to load; not for a converted directory")
     add(group, "output-dir", type=Path, default=Path("exp/inference_mp"), help="Directory to save inference results")
-    add(group, "test-unregistered-specifier", help="task:name:path/dataset.json, several separated by blanks")
-    add(group, "test-registered-specifier", help="task:name of ESPNET_DATASET_REGISTRY, several separated by blanks")
+    unregistered_help = (
+        "task:name:path/dataset.json, taken as it stands; again for another set (or several separated by blanks)"
+    )
+    add(group, "test-unregistered-specifier", action=Repeated, help=unregistered_help)
+    registered_help = "task:name of ESPNET_DATASET_REGISTRY; again for another set (or several separated by blanks)"
+    add(group, "test-registered-specifier", action=Repeated, help=registered_help)
     add(group, "num-workers", type=at_least(1), default=1, help="inference_rank folders to write")
     add(group, "rank", type=at_least(1), default=1, help="Number of this job among --world-size, from 1")
     add(group, "world-size", type=at_least(1), default=1, help="Jobs that share the samples")
@@ -70,9 +75,9 @@ def get_parser() -> argparse.ArgumentParser:
     long_help = "Recordings beyond what the model was trained on (30 s): cut as ESPnet does, refuse, or hear them whole"
     add(group, "long-audio", choices=LONG_AUDIO, default="cut", help=long_help)
     group = parser.add_argument_group("output")
-    formats = ("list", "string")
-    text_help = "A text in results.json: list of one string (ESPnet up to 2026), or string (newer)"
-    add(group, "text-format", choices=formats, default="list", help=text_help)
+    formats = ("string", "list")
+    text_help = "A text in results.json: string, or list of one string (ESPnet before 202609)"
+    add(group, "text-format", choices=formats, default="string", help=text_help)
     directories_help = "Folder of a set: <task>_<name>, or its specifier with ':' as '_', as up to 2026-05"
     add(group, "directory-names", choices=("name", "specifier"), default="name", help=directories_help)
     levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
@@ -92,11 +97,11 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..decoding import load_decoding
     from ..io.dataset_json import open_datasets
 
+    if args.rank > args.world_size:
+        raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
     specifiers = _specifiers(args)
     if args.backend == ESPNET:
         return _run_espnet(args, given, open_datasets(specifiers))
-    if args.rank > args.world_size:
-        raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
     config = load_decoding(args.inference_config, "bagpiper")
     options = engine_options(args)
     datasets = open_datasets(specifiers)
@@ -114,10 +119,16 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
 def _specifiers(args: argparse.Namespace) -> list[Specifier]:
     from ..io.specifiers import parse_specifiers
 
-    registered, unregistered = args.test_registered_specifier, args.test_unregistered_specifier
-    if (registered is None) == (unregistered is None):
-        raise ConfigError("give exactly one of --test-registered-specifier and --test-unregistered-specifier")
-    return parse_specifiers(registered or unregistered or "", registered=registered is not None)
+    # Launchers pass both options, one of them empty.
+    registered, unregistered = (
+        [text for text in given or () if text]
+        for given in (args.test_registered_specifier, args.test_unregistered_specifier)
+    )
+    if bool(registered) == bool(unregistered):
+        found = "both are given" if registered else "none is given, or it is empty"
+        wanted = "exactly one of --test-registered-specifier and --test-unregistered-specifier"
+        raise ConfigError(f"expected {wanted}: {found}")
+    return parse_specifiers(registered or unregistered, registered=bool(registered))
 
 
 def _run_espnet(args: argparse.Namespace, given: frozenset[str], datasets: Sequence[Dataset]) -> int:

@@ -152,8 +152,11 @@ def _list_of_strings(path: Path, description: Mapping, key: str) -> list[str]:
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="split_data", description=__doc__)
     parser.add_argument("--data-json", "--json_files", type=Path, metavar="FILE", dest="data_json")
-    registered = "print task:name:path of these specifiers of ESPNET_DATASET_REGISTRY, and write nothing"
-    parser.add_argument("--registered", metavar="SPECIFIERS", help=registered)
+    sets = "print task, name and path of the sets that these specifiers name, a line each with tabs between, and write nothing"
+    parser.add_argument(
+        "--registered", metavar="SPECIFIERS", action="append", help=f"{sets}; of ESPNET_DATASET_REGISTRY"
+    )
+    parser.add_argument("--unregistered", metavar="SPECIFIERS", action="append", help=sets)
     parser.add_argument("--nj", type=int, default=1, help="parts wanted; fewer are made if there is less to share")
     parser.add_argument("--output-dir", "--output_dir", type=Path, help="where split<N>/<job>/ is made")
     parser.add_argument(
@@ -166,10 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the number of parts that were made. Exit code 1 for data, 2 for options that cannot be used."""
     args = get_parser().parse_args(argv)
     try:
-        if args.registered is not None:
-            found = parse_specifiers(args.registered, registered=True)
-            print(" ".join(f"{specifier.task}:{specifier.name}:{specifier.path}" for specifier in found))
-            return 0
+        for texts, registered in ((args.registered, True), (args.unregistered, False)):
+            if texts is not None:
+                for found in parse_specifiers(texts, registered=registered):
+                    print(found.task, found.name, found.path, sep="\t")
+                return 0
         if args.data_json is None:
             raise ConfigError("--data-json is needed")
         if args.show:

@@ -19,7 +19,7 @@ from .journal import Journal, Record
 from .names import safe_file_name
 from .results import OUTSIDE, Clip, Draft, ResultWriter, Speech
 
-TEXT_FORMATS = ("list", "string")
+TEXT_FORMATS = ("string", "list")
 
 
 class BagpiperWriter(ResultWriter):
@@ -30,7 +30,7 @@ class BagpiperWriter(ResultWriter):
 
     Args:
         decode_text: ids of the text tokenizer to text (``TextTokenizer.decode_bagpiper``).
-        text_format: ``list`` writes a text as a list of one string (ESPnet up to 2026), ``string`` as a string (newer).
+        text_format: ``string`` writes a text as a string, ``list`` as a list of one string (ESPnet before 202609).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BagpiperWriter(ResultWriter):
         journal: Journal,
         speech: Speech | None,
         decode_text: Callable[[np.ndarray], str],
-        text_format: str = "list",
+        text_format: str = "string",
         **options: bool,
     ) -> None:
         super().__init__(directory, layout, journal, speech, **options)

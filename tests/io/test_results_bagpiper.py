@@ -75,7 +75,7 @@ def test_messages_and_wavs_are_espnets(path, tmp_path):
     for number, (written, expected) in enumerate(zip(messages, case["output_messages"], strict=True), 1):
         assert written[:2] == expected[:2]
         if expected[1] == "text":
-            assert written[2] == [expected[2]]
+            assert written[2] == expected[2]
             continue
         assert written[2] == str(tmp_path / "out" / f"key_segment{number}.wav")
         wav, rate = soundfile.read(written[2], dtype="int16")
@@ -148,12 +148,14 @@ def test_text_formats(model, tmp_path):
     segment = Segment("text", "text", True, rows, header, "eos", "assistant")
     contents = []
     for text_format in ("list", "string"):
-        writer = make_writer(model, tmp_path / text_format, text_format=text_format)
+        writer = make_writer(
+            model, tmp_path / text_format, **({} if text_format == "string" else {"text_format": text_format})
+        )
         store(writer, Result("a", (Hypothesis((segment,)),), utterance=Utterance("a", (Wanted(header),))))
         writer.finish(["a"])
         contents.append(json.loads((writer.directory / "results.json").read_text("utf-8"))["a"][0][2])
     assert contents[0] == [contents[1]] and isinstance(contents[1], str)
-    with pytest.raises(ConfigError, match="expected one of list, string"):
+    with pytest.raises(ConfigError, match="expected one of string, list"):
         make_writer(model, tmp_path / "x", text_format="json")
 
 

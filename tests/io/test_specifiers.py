@@ -12,13 +12,31 @@ def names(specifiers) -> list[tuple]:
     return [(s.task, s.name, str(s.path)) for s in specifiers]
 
 
-def test_unregistered():
-    text = " text_to_audio:a:/data/a:b/dataset.json  audio_to_text:b:c.json:2.5\tdialogue:d:e.json:3 "
-    assert names(parse_specifiers(text, registered=False)) == [
-        ("text_to_audio", "a", "/data/a:b/dataset.json"),
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("text_to_audio:a:/data/a/dataset.json", ("text_to_audio", "a", "/data/a/dataset.json")),
+        ("audio_to_text:b:c.json:2.5", ("audio_to_text", "b", "c.json")),
+        ("dialogue:d:/my data/'x' \\ \"y\"/é.json ", ("dialogue", "d", "/my data/'x' \\ \"y\"/é.json ")),
+        ("dialogue:my set:a b.json:1e1", ("dialogue", "my set", "a b.json")),
+        ("text_only:a:x.json dialogue", ("text_only", "a", "x.json dialogue")),
+    ],
+)
+def test_the_text_of_an_option_is_one_specifier_as_it_stands(text, expected):
+    assert names(parse_specifiers(text, registered=False)) == [expected]
+    assert parse_specifiers([text], registered=False)[0].text == text
+
+
+def test_several_in_one_option_and_several_options():
+    text = " text_to_audio:a:/data/a/dataset.json  audio_to_text:b:c.json:2.5\tdialogue:d:e.json:3 "
+    old = [
+        ("text_to_audio", "a", "/data/a/dataset.json"),
         ("audio_to_text", "b", "c.json"),
         ("dialogue", "d", "e.json"),
     ]
+    assert names(parse_specifiers(text, registered=False)) == old
+    new = parse_specifiers([text, "dialogue:e:/with blanks/f.json"], registered=False)
+    assert names(new) == [*old, ("dialogue", "e", "/with blanks/f.json")]
 
 
 def test_registered(tmp_path, monkeypatch, caplog):
@@ -45,9 +63,21 @@ def test_registered(tmp_path, monkeypatch, caplog):
     ("text", "registered", "message"),
     [
         ("", False, "is empty; expected task:name:path"),
-        ("text_to_audio:a", False, "'text_to_audio:a' is no task:name:path/dataset.json"),
-        ("text_to_audio::x.json", False, "is no task:name:path"),
-        ("text_to_audio", True, "is no task:name.:factor."),
+        (
+            "text_to_audio:a",
+            False,
+            "'text_to_audio:a' is no task:name:path/dataset.json.*it has 2 parts.*expected 3 or 4",
+        ),
+        (
+            "text_only:a:b:/c.json:1",
+            False,
+            "it has 5 parts with ':' between them, expected 3 or 4; a path cannot hold one",
+        ),
+        ("text_only:a:b:/c.json", False, "the factor '/c.json' is no number"),
+        ("text_to_audio::x.json", False, "is no task:name:path.*a part is empty"),
+        ("text_to_audio", True, "is no task:name.:factor..*it has 1 parts.*expected 2 or 3"),
+        ("text_to_audio:a:x.json", True, "the factor 'x.json' is no number"),
+        (" text_only:a:x.json", False, "unknown task ' text_only'.*did you mean 'text_only'"),
         ("text_to_audoi:a:x.json", False, "unknown task 'text_to_audoi'.*did you mean 'text_to_audio'"),
         ("text_only:a:x.json dialogue:a:y.json", False, "a is named twice: text_only:a:x.json and dialogue:a:y.json"),
     ],

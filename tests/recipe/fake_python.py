@@ -35,26 +35,25 @@ def chat(options):
     return int(len(keys) < len(data["examples"]))
 
 
-def _specifiers(options):
-    if "--test-unregistered-specifier" in options:
-        return options["--test-unregistered-specifier"].split()
+def _sets(words):
+    """The data sets of a command line."""
     from espnet2_vllm.io.specifiers import parse_specifiers
 
-    found = parse_specifiers(options["--test-registered-specifier"], registered=True)
-    return [f"{specifier.task}:{specifier.name}:{specifier.path}" for specifier in found]
+    kinds = ("--test-unregistered-specifier", "--test-registered-specifier")
+    texts = {kind: [b for a, b in zip(words, words[1:], strict=False) if a == kind] for kind in kinds}
+    return [one for kind in kinds if texts[kind] for one in parse_specifiers(texts[kind], registered=kind == kinds[1])]
 
 
-def inference(options):
+def inference(options, words):
     workers = int(options["--num-workers"])
     first, world = (int(options["--rank"]) - 1) * workers, int(options["--world-size"]) * workers
     lost = False
-    for specifier in _specifiers(options):
-        task, name, path = specifier.split(":")[:3]
-        samples = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["samples"]
+    for found in _sets(words):
+        samples = json.loads(found.path.read_text(encoding="utf-8"))["samples"]
         for rank in range(first, first + workers):
             ids = samples[rank::world]
             kept = [utt for utt in ids if utt != os.environ.get("FAKE_LOSE")]
-            folder = pathlib.Path(options["--output-dir"]) / f"{task}_{name}" / f"inference_rank{rank}"
+            folder = pathlib.Path(options["--output-dir"]) / f"{found.task}_{found.name}" / f"inference_rank{rank}"
             folder.mkdir(parents=True, exist_ok=True)
             results = {utt: [["assistant", "text", f"{options['--backend']} answers"]] for utt in kept}
             (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
@@ -66,5 +65,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["-m"] and sys.argv[2] in DECODERS:
         print("fake decoder:", *sys.argv[3:])
         given = options_of(sys.argv[3:])
-        sys.exit(chat(given) if sys.argv[2] == DECODERS[0] else inference(given))
+        sys.exit(chat(given) if sys.argv[2] == DECODERS[0] else inference(given, sys.argv[3:]))
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -180,6 +180,28 @@ def test_launch_by_number_and_by_name(recipe, launch, stage):  # noqa: F811
     assert "global_step50/mp_rank_00_model_states.pt" in (out / "logs" / "inference.2.log").read_text(encoding="utf-8")
 
 
+def test_launch_of_an_export_and_a_path_with_blanks(recipe, launch):  # noqa: F811
+    """As stage 5 of today's run.sh; several sets in one option, as before."""
+    (recipe / "exp" / "sft" / "export").mkdir(parents=True)
+    for path in (recipe / "exp" / "sft" / "export" / "model.pt", recipe / "exp" / "sft" / "train.yaml"):
+        path.write_text("x", encoding="utf-8")
+    other = recipe / "my 'data' set" / "dataset.json"
+    other.parent.mkdir()
+    shutil.copy(recipe / "set" / "dataset.json", other)
+    words = ["--stage", "5", "--stop-stage", "5", "--exp-dir", "exp/sft", "--num-workers", "1"]
+    done = launch(*words, "--test-specifier", f"text_to_audio:mine:{other}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = recipe / "exp" / "sft" / "inference" / "inference_text"
+    assert sorted(load(out / "text_to_audio_mine" / "results.json")) == ["a", "b", "c"]
+    both = launch(*words, "--test-specifier", "text_to_audio:one:set/dataset.json  dialogue:two:set/dataset.json:2")
+    assert both.returncode == 0, both.stdout + both.stderr
+    assert {p.parent.name for p in out.glob("*/results.json")} == {
+        "text_to_audio_mine",
+        "text_to_audio_one",
+        "dialogue_two",
+    }
+
+
 def test_launch_with_a_registered_set(recipe, launch):  # noqa: F811
     words = ["--exp_dir", "exp/x", "--inference_step", "50", "--inference_nj", "9"]
     done = launch(*words, "--test_registered_specifier", "text_to_audio:mine", "--inference_output_dir", "out")
@@ -199,12 +221,11 @@ def test_launch_with_a_registered_set(recipe, launch):  # noqa: F811
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stage", "train"], "stage train belongs to ESPnet's own launcher"),
-        (["--stage", "1"], "stage 1 belongs to ESPnet's own launcher"),
-        (["--stage", "4"], "--stage '4': expected 3 or infer"),
+        (["--stage", "train"], "stage train belongs to ESPnet's own recipe"),
+        (["--stage", "4"], "stage 4 belongs to ESPnet's own recipe"),
+        (["--stage", "6"], "--stage '6': expected infer, 3 or 5"),
         ([], "one of --test-unregistered-specifier and --test-registered-specifier is needed"),
         (["--test-registered-specifier", "x"], "--exp-dir is needed"),
-        (["--test-registered-specifier", "x", "--exp-dir", "exp/x"], "--inference-step is needed"),
         (["--num-workers", "0"], "--num-workers '0'"),
     ],
 )

@@ -54,7 +54,7 @@ inference_args=      # More options for the decoder; they win over the others.
 inference_tag=       # Suffix of the result directory.
 inference_dir=       # Result directory; empty: ${speechlm_exp}/${inference_tag}.
 nbest=1              # Hypotheses an utterance.
-test_unregistered_specifier= # bagpiper: task:name:dataset.json, several separated by blanks; wins over test_jsons.
+test_unregistered_specifier= # bagpiper: task:name:dataset.json, as it stands; wins over test_jsons.
 test_registered_specifier=   # bagpiper: task:name out of ESPNET_DATASET_REGISTRY.
 
 # Scoring
@@ -338,32 +338,29 @@ decode_opuslm() { # decode_opuslm DATA-JSON
     log "Results: ${dir}/"
 }
 
-specifier_of() { # specifier_of DATASET-JSON: task:name:path
-    local name
-    name=$(set_name "$1")
-    echo "${task}:${name}:$1"
-}
-
 decode_bagpiper() {
-    local specifiers=${test_unregistered_specifier} kind=--test-unregistered-specifier
-    local json specifier name resolved logdir total=0 count jobs workers=1 failed=false
+    local kind=unregistered specifiers=() named=() options=() sets=()
+    local json specifier name set logdir total=0 count jobs workers=1 failed=false
     if [ -n "${test_registered_specifier}" ]; then
-        [ -z "${specifiers}" ] || die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
-        specifiers=${test_registered_specifier} kind=--test-registered-specifier
-    fi
-    if [ -z "${specifiers}" ]; then
+        [ -z "${test_unregistered_specifier}" ] ||
+            die 2 "--test_registered_specifier and --test_unregistered_specifier exclude each other"
+        kind=registered specifiers=("${test_registered_specifier}")
+    elif [ -n "${test_unregistered_specifier}" ]; then
+        specifiers=("${test_unregistered_specifier}")
+    else
         needed test_jsons "${test_jsons}" "stage inference (or --test_sets with --data_name, or --test_unregistered_specifier)"
         needed task "${task}" "stage inference"
-        for json in ${test_jsons}; do
-            specifiers+="${specifiers:+ }$(specifier_of "${json}")"
-        done
+        for json in ${test_jsons}; do specifiers+=("${task}:$(set_name "${json}"):${json}"); done
     fi
-    resolved=${specifiers}
-    if [ "${kind}" = --test-registered-specifier ]; then
-        resolved=$("${python}" -m espnet2_vllm.bin.split_data --registered "${specifiers}")
-    fi
-    for specifier in ${resolved}; do
-        IFS=: read -r _ name json _ <<<"${specifier}"
+    for specifier in "${specifiers[@]}"; do
+        named+=("--${kind}" "${specifier}")
+        options+=("--test-${kind}-specifier" "${specifier}")
+    done
+    # A specifier may hold blanks, and may stand for several.
+    set=$("${python}" -m espnet2_vllm.bin.split_data "${named[@]}")
+    mapfile -t sets <<<"${set}"
+    for set in "${sets[@]}"; do
+        IFS=$'\t' read -r _ name json <<<"${set}"
         [[ ${name} != */* ]] || die 2 "data set '${name}': its name is that of a directory, and cannot hold a /"
         readable test_jsons "${json}"
         count=$("${python}" -m espnet2_vllm.bin.split_data --data-json "${json}" --show size)
@@ -375,7 +372,7 @@ decode_bagpiper() {
     logdir=${result_root}/logs${task:+/${task}}
     mkdir -p "${logdir}"
     rm -f "${logdir}"/inference.*.log
-    log "Decoding ${specifiers} with ${jobs} jobs, log: '${logdir}/inference.*.log'"
+    log "Decoding ${specifiers[*]} with ${jobs} jobs, log: '${logdir}/inference.*.log'"
     # shellcheck disable=SC2086
     ${_cmd} --gpu "${_ngpu}" JOB=1:"${jobs}" "${logdir}"/inference.JOB.log \
         "${python}" -m "${module}" \
@@ -383,7 +380,7 @@ decode_bagpiper() {
         --inference-config "${inference_config}" \
         --model-checkpoint "${speechlm_exp}/${inference_model}" \
         --output-dir "${result_root}" \
-        "${kind}" "${specifiers}" \
+        "${options[@]}" \
         --num-workers 1 \
         --rank JOB \
         --world-size "${jobs}" \
@@ -391,9 +388,9 @@ decode_bagpiper() {
         ${inference_args} || failed=true
     if "${failed}"; then show_failed_logs "${logdir}"/inference.*.log; fi
     if [[ ${inference_args} =~ .*--num[_-]workers[\ =]+([0-9]+) ]]; then workers=$((10#${BASH_REMATCH[1]})); fi
-    for specifier in ${resolved}; do
+    for set in "${sets[@]}"; do
         local task_name dir rank outputs=()
-        IFS=: read -r task_name name json _ <<<"${specifier}"
+        IFS=$'\t' read -r task_name name json <<<"${set}"
         dir=${result_root}/${task_name}_${name}
         for rank in $(seq 0 $((jobs * workers - 1))); do outputs+=("${dir}/inference_rank${rank}"); done
         merge "${dir}" "${json}" "${outputs[@]}" || failed=true

@@ -7,7 +7,7 @@ from conftest import REPO
 
 from espnet2_vllm import decoding_rules as rules
 from espnet2_vllm.bin.main import COMMANDS
-from espnet2_vllm.io.arkive import ARKIVE_READERS
+from espnet2_vllm.io.omniio import OMNIIO_READERS
 from espnet2_vllm.plan import OUTCOMES
 
 DOC = REPO / "doc"
@@ -35,7 +35,7 @@ def test_links_and_commands_exist(path):
 
 def test_readers_and_outcomes_are_listed():
     text = read("formats.md")
-    for name in (*ARKIVE_READERS, *OUTCOMES, "lhotse_audio", "kaldi_audio", "dialogue"):
+    for name in (*OMNIIO_READERS, *OUTCOMES, "lhotse_audio", "kaldi_audio", "dialogue"):
         assert f"`{name}`" in text
 
 

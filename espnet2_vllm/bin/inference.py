@@ -27,6 +27,7 @@ from .options import (
     at_least,
     choose_device,
     engine_options,
+    flag,
     in_flight,
     run_command,
     seed,
@@ -74,6 +75,8 @@ def get_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("input")
     long_help = "Recordings beyond what the model was trained on (30 s): cut as ESPnet does, refuse, or hear them whole"
     add(group, "long-audio", choices=LONG_AUDIO, default="cut", help=long_help)
+    url_help = "Fetch what omniio tables name by http(s) addresses; otherwise these utterances are refused"
+    add(group, "allow-url", type=flag, nargs="?", const=True, default=False, help=url_help)
     group = parser.add_argument_group("output")
     formats = ("string", "list")
     text_help = "A text in results.json: string, or list of one string (ESPnet before 202609)"
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
         return _run_espnet(args, given, open_datasets(specifiers))
     config = load_decoding(args.inference_config, "bagpiper")
     options = engine_options(args)
-    datasets = open_datasets(specifiers)
+    datasets = open_datasets(specifiers, allow_url=args.allow_url)
     checkpoint = ensure_converted(
         args.train_config, args.model_checkpoint, vocab_order=args.vocab_order, family="bagpiper"
     )

@@ -1,6 +1,6 @@
 """``dataset.json`` of ESPnet's new-style SpeechLM: entries with readers, and the ids to decode.
 
-Sources: ESPnet ``SingleDataset``, ``TextReader``, ``LhotseAudioReader`` and the readers of arkive (espnet2/speechlm/dataloader).
+Sources: ESPnet ``SingleDataset``, ``TextReader``, ``LhotseAudioReader`` and the readers of omniio (espnet2/speechlm/dataloader).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..errors import DataError
 from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.bagpiper import Clip, Deaf, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
-from .arkive import ARKIVE_READERS, ArkiveReader, open_table
 from .json_lines import distinct_ids, read_json, read_json_lines
 from .kaldi import Table, locate, read_table
 from .lhotse import LhotseReader
+from .omniio import OMNIIO_READERS, OmniioReader, open_table
 from .specifiers import DIALOGUE_TASK, PROMPTS, Specifier
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ class DialogueReader(Reader):
         return found
 
 
-def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | LhotseReader | ArkiveReader:
+def _open_reader(
+    kind: str, path: Path, base_dir: Path, where: str, allow_url: bool
+) -> Reader | LhotseReader | OmniioReader:
     if kind == "text":
         return TextReader.open(path)
     if kind == "kaldi_audio":
@@ -96,9 +98,9 @@ def _open_reader(kind: str, path: Path, base_dir: Path, where: str) -> Reader | 
         return DialogueReader.open(path)
     if kind == "lhotse_audio":
         return LhotseReader.open(path, base_dir)
-    if kind in ARKIVE_READERS:
-        return ARKIVE_READERS[kind](open_table(path), base_dir)
-    known = ("text", "kaldi_audio", "lhotse_audio", "dialogue", *ARKIVE_READERS)
+    if kind in OMNIIO_READERS:
+        return OMNIIO_READERS[kind](open_table(path, allow_url=allow_url), base_dir)
+    known = ("text", "kaldi_audio", "lhotse_audio", "dialogue", *OMNIIO_READERS)
     near = difflib.get_close_matches(kind, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise DataError(f"{where}: reader {kind!r} is not supported{hint}; supported are {', '.join(known)}")
@@ -110,7 +112,7 @@ class Dataset:
 
     specifier: Specifier
     samples: tuple[str, ...]
-    readers: Mapping[str, Reader | LhotseReader | ArkiveReader]
+    readers: Mapping[str, Reader | LhotseReader | OmniioReader]
 
     @property
     def directory_name(self) -> str:
@@ -131,10 +133,13 @@ class Dataset:
         return [*prompt, ["assistant", "text", ""]]
 
 
-def open_dataset(specifier: Specifier) -> Dataset:
+def open_dataset(specifier: Specifier, *, allow_url: bool = False) -> Dataset:
     """Reads the ``dataset.json`` and the indexes of the entries that the task's prompt needs.
 
     Paths are looked up from the working directory, as ESPnet does, then from the folder of the ``dataset.json``.
+
+    Args:
+        allow_url: whether what an omniio table names by an http(s) address is fetched.
 
     Raises:
         DataError: naming the file, for one that is missing or damaged, no samples, an entry that the task needs and that is
@@ -154,7 +159,7 @@ def open_dataset(specifier: Specifier) -> Dataset:
     readers = {}
     for name in needed:
         where, kind = named[name]
-        readers[name] = _open_reader(kind, locate(where, path.parent), path.parent, f"{path}: {name}")
+        readers[name] = _open_reader(kind, locate(where, path.parent), path.parent, f"{path}: {name}", allow_url)
     return Dataset(specifier, samples, readers)
 
 
@@ -219,6 +224,6 @@ def _prompt_texts(messages: Sequence[Any]) -> str:
     return "\n".join(texts)
 
 
-def open_datasets(specifiers: Sequence[Specifier]) -> list[Dataset]:
+def open_datasets(specifiers: Sequence[Specifier], *, allow_url: bool = False) -> list[Dataset]:
     """Every data set, before the first is decoded."""
-    return [open_dataset(specifier) for specifier in specifiers]
+    return [open_dataset(specifier, allow_url=allow_url) for specifier in specifiers]

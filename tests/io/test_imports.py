@@ -8,7 +8,7 @@ LIGHT = [
     *("layout", "delay", "codes", "plan", "protocol", "errors", "text"),
     *("prompt.tasks", "prompt.opuslm", "prompt.bagpiper", "prompt.conversation"),
     *("speechlm", "decoding_choice", "thinking", "audio.listening", "audio.ahead"),
-    *("io.kaldi", "io.data_json", "io.dataset_json", "io.specifiers", "io.json_lines", "io.lhotse", "io.arkive"),
+    *("io.kaldi", "io.data_json", "io.dataset_json", "io.specifiers", "io.json_lines", "io.lhotse", "io.omniio"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Arkive data sets: parquet tables over large files, written here as the arkive tool writes them."""
+"""Data sets of omniio: parquet tables over large files, written here as the tool writes them."""
 
 import json
 import sys
@@ -8,8 +8,8 @@ import pytest
 import soundfile
 
 from espnet2_vllm.errors import ConfigError, DataError
-from espnet2_vllm.io.arkive import ARKIVE_READERS, open_table
 from espnet2_vllm.io.dataset_json import open_dataset, read_utterances
+from espnet2_vllm.io.omniio import OMNIIO_READERS, open_table
 from espnet2_vllm.io.specifiers import Specifier
 from espnet2_vllm.layout import Layout
 from espnet2_vllm.plan import Utterance
@@ -22,16 +22,16 @@ LAYOUT = Layout.bagpiper(200, [9] * 3)
 
 
 def archive(folder, blobs, times=None, name="metadata.parquet"):
-    """``blobs``: bytes by id, put one behind the other, as ``Arkive`` does."""
+    """``blobs``: bytes by id, put one behind the other, as the tool does."""
     folder.mkdir(exist_ok=True)
     start, rows = 5, []  # something else stands before
-    with open(folder / "arkive_0.bin", "wb") as file:
+    with open(folder / "audio_0.bin", "wb") as file:
         file.write(b"other")
         for uid, data in blobs.items():
             file.write(data)
             row = {
                 "utt_id": uid,
-                "path": str(folder / "arkive_0.bin"),
+                "path": str(folder / "audio_0.bin"),
                 "start_byte_offset": start,
                 "file_size_bytes": len(data),
             }
@@ -52,8 +52,8 @@ def zstd(text):
     return pyarrow.compress(text.encode(), codec="zstd", asbytes=True)
 
 
-def reader(kind, path, base_dir):
-    return ARKIVE_READERS[kind](open_table(path), base_dir)
+def reader(kind, path, base_dir, **options):
+    return OMNIIO_READERS[kind](open_table(path, **options), base_dir)
 
 
 @pytest.mark.parametrize("kind", ["FLAC", "WAV"])
@@ -64,7 +64,7 @@ def test_recordings_and_parts_of_them(tmp_path, kind):
     times = {uid: {"start_time": None, "end_time": None} for uid in "ab"} | {
         "part": {"start_time": 0.25, "end_time": 0.5}
     }
-    found = reader("arkive_audio", archive(tmp_path / "set", blobs, times), tmp_path)
+    found = reader("omniio_audio", archive(tmp_path / "set", blobs, times), tmp_path)
     for uid, expected in (("a", wav[None]), ("b", stereo.T), ("part", wav[None, 2000:4000])):
         samples, rate = found.load(uid)
         assert rate == RATE and samples.dtype == np.float32 and samples.shape == expected.shape
@@ -79,8 +79,8 @@ def test_texts_and_dialogues(tmp_path):
         "e": zstd(json.dumps({"messages": messages})),
     }
     path = archive(tmp_path / "set", blobs)
-    assert reader("arkive_text", path, tmp_path).load("t") == "h\u00e9llo\nyou"
-    assert [reader("arkive_dialogue", path, tmp_path).load(uid) for uid in "de"] == [messages, messages]
+    assert reader("omniio_text", path, tmp_path).load("t") == "h\u00e9llo\nyou"
+    assert [reader("omniio_dialogue", path, tmp_path).load(uid) for uid in "de"] == [messages, messages]
 
 
 def test_a_bad_row_spares_the_others(tmp_path):
@@ -93,8 +93,8 @@ def test_a_bad_row_spares_the_others(tmp_path):
     }
     times = {"late": {"start_time": 3.0, "end_time": 4.0}}
     path = archive(tmp_path / "set", blobs, times)
-    bin_file = tmp_path / "set" / "arkive_0.bin"
-    found = reader("arkive_audio", path, tmp_path)
+    bin_file = tmp_path / "set" / "audio_0.bin"
+    found = reader("omniio_audio", path, tmp_path)
     assert found.load("a")[0].shape == (1, RATE)
     for uid, message in (
         ("noise", "noise of .*no audio that libsndfile reads"),
@@ -107,14 +107,14 @@ def test_a_bad_row_spares_the_others(tmp_path):
     with pytest.raises(DataError, match="late of .*is cut short"):
         found.load("late")
     bin_file.unlink()
-    with pytest.raises(DataError, match="a of .*arkive_0.bin: no such file"):
+    with pytest.raises(DataError, match="a of .*audio_0.bin: no such file"):
         found.load("a")
     texts = archive(tmp_path / "texts", {"t": b"not compressed", "empty": zstd(" "), "d": zstd("[1"), "o": zstd("{}")})
     for kind, uid, message in (
-        ("arkive_text", "t", "t of .*no text compressed"),
-        ("arkive_text", "empty", "the text is empty"),
-        ("arkive_dialogue", "d", "d of .*is no JSON"),
-        ("arkive_dialogue", "o", "holds a dict"),
+        ("omniio_text", "t", "t of .*no text compressed"),
+        ("omniio_text", "empty", "the text is empty"),
+        ("omniio_dialogue", "d", "d of .*is no JSON"),
+        ("omniio_dialogue", "o", "holds a dict"),
     ):
         with pytest.raises(DataError, match=message):
             reader(kind, texts, tmp_path).load(uid)
@@ -128,7 +128,7 @@ def test_a_row_without_a_place_costs_its_id_alone(tmp_path):
     rows = parquet.read_table(path).to_pylist()
     rows[2]["path"], rows[3]["start_byte_offset"] = None, -5
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = reader("arkive_audio", path, tmp_path)
+    found = reader("omniio_audio", path, tmp_path)
     assert found.load("a")[0].shape == (1, RATE)
     for row, uid in enumerate(("nan", "nowhere", "before"), 2):
         with pytest.raises(DataError, match=f"row {row}: {uid}: expected a path as text, two whole numbers from 0"):
@@ -159,7 +159,7 @@ def test_tables_that_are_none(tmp_path, monkeypatch):
         open_table(path)
 
 
-def test_a_data_set_of_arkives(tmp_path):
+def test_a_data_set_of_tables(tmp_path):
     """As ``dataset.json`` names them; relative paths count from its folder."""
 
     class Letters:
@@ -168,7 +168,7 @@ def test_a_data_set_of_arkives(tmp_path):
 
     archive(tmp_path / "audio", {"u1": audio(np.zeros(800, np.float32), tmp_path), "u2": b"broken"})
     archive(tmp_path / "texts", {"u1": zstd("abc"), "u2": zstd("de")})
-    entries = [("audio1", "audio/metadata.parquet", "arkive_audio"), ("text1", "texts/metadata.parquet", "arkive_text")]
+    entries = [("audio1", "audio/metadata.parquet", "omniio_audio"), ("text1", "texts/metadata.parquet", "arkive_text")]
     data = {
         "data_entry": [dict(zip(("name", "path", "reader"), e, strict=True)) for e in entries],
         "samples": ["u1", "u2"],

@@ -1,9 +1,9 @@
-"""Entries of arkive data sets: a parquet table that says where in large binary files each recording or text lies.
+"""Entries of omniio data sets: a parquet table that says where in large binary files each recording or text lies.
 
-Formats: the arkive tool (github.com/wanchichen/arkive) and ESPnet's readers ``ArkiveAudioReader``, ``ArkiveTextReader`` and
-``ArkiveDialogueLoader`` (espnet2/speechlm/dataloader/multimodal_loader). A row has ``utt_id``, ``path``, ``start_byte_offset`` and
-``file_size_bytes``; that of a part of a recording also ``start_time`` and ``end_time`` in seconds. Texts are compressed with
-Zstandard; a dialogue is a text that holds its messages as JSON.
+Formats: omniio (before ESPnet 202609 called arkive, github.com/wanchichen/arkive) and ESPnet's readers ``OmniIOAudioReader``,
+``OmniIOTextReader`` and ``OmniIODialogueLoader`` (espnet2/speechlm/dataloader/multimodal_loader). A row has ``utt_id``, ``path``,
+``start_byte_offset`` and ``file_size_bytes``; that of a part of a recording also ``start_time`` and ``end_time`` in seconds. The
+path may be an http(s) address. Texts are compressed with Zstandard; a dialogue is a text that holds its messages as JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .kaldi import locate
 
 _NEEDED = ("utt_id", "path", "start_byte_offset", "file_size_bytes")
 _TIMES = ("start_time", "end_time")
+_ADDRESSES = ("http://", "https://")
 
 
 class Place(NamedTuple):
@@ -36,11 +37,12 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ArkiveTable:
-    """A parquet table by id. What is wrong with a row costs its id alone."""
+class OmniioTable:
+    """A parquet table by id. What is wrong with a row costs its id alone. ``allow_url``: whether addresses are fetched."""
 
     path: Path
     places: Mapping[str, Place | DataError]
+    allow_url: bool = False
 
     def read(self, uid: str, base_dir: Path) -> tuple[bytes, Place]:
         """Bytes of ``uid``. DataError, naming table, id and file, if they are not all there."""
@@ -50,23 +52,34 @@ class ArkiveTable:
             raise place
         where = f"{uid} of {self.path}"
         try:
-            path = locate(place.path, base_dir)
-            with path.open("rb") as file:
-                file.seek(place.start)
-                data = file.read(place.size)
+            return self._bytes(place, base_dir), place
         except OSError as error:
             raise DataError(f"{where}: {place.path}: cannot be read: {error.strerror}") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
+
+    def _bytes(self, place: Place, base_dir: Path) -> bytes:
+        if place.path.lower().startswith(_ADDRESSES):
+            from .fetching import fetch_range
+
+            if not self.allow_url:
+                raise DataError(f"{place.path!r} is an address, which is fetched only with --allow-url")
+            return fetch_range(place.path, place.start, place.size)
+        path = locate(place.path, base_dir)
+        with path.open("rb") as file:
+            file.seek(place.start)
+            data = file.read(place.size)
         if len(data) < place.size:
-            raise DataError(
-                f"{where}: {path} is cut short, {len(data)} of {place.size} bytes from byte {place.start} are there"
-            )
-        return data, place
+            there = f"{len(data)} of {place.size} bytes from byte {place.start} are there"
+            raise DataError(f"{path} is cut short, {there}")
+        return data
 
 
-def open_table(path: Path) -> ArkiveTable:
+def open_table(path: Path, *, allow_url: bool = False) -> OmniioTable:
     """Reads the columns that are needed.
+
+    Args:
+        allow_url: whether recordings and texts may be fetched from http(s) addresses.
 
     Raises:
         DataError: naming the file, for one that is no such table, a row without an id, or an id that comes twice.
@@ -78,9 +91,7 @@ def open_table(path: Path) -> ArkiveTable:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(
-            f"{path}: arkive data sets need pyarrow, which is not installed; pip install pyarrow"
-        ) from error
+        raise ConfigError(f"{path}: the data set needs pyarrow, which is not installed; pip install pyarrow") from error
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -90,7 +101,7 @@ def open_table(path: Path) -> ArkiveTable:
             columns = file.read([name for name in (*_NEEDED, *_TIMES) if name in names]).to_pydict()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
-    return ArkiveTable(path, _places(path, columns))
+    return OmniioTable(path, _places(path, columns), allow_url)
 
 
 def _places(path: Path, columns: Mapping[str, list]) -> dict[str, Place]:
@@ -123,17 +134,17 @@ def _fits(place: Place) -> bool:
 
 
 @dataclass(frozen=True)
-class ArkiveReader(ABC):
+class OmniioReader(ABC):
     """Content of one entry by id. DataError, naming table and id, for what it cannot give."""
 
-    table: ArkiveTable
+    table: OmniioTable
     base_dir: Path
 
     @abstractmethod
     def load(self, uid: str) -> Any: ...
 
 
-class ArkiveAudio(ArkiveReader):
+class OmniioAudio(OmniioReader):
     """``(samples [channels, n] float32, rate)``."""
 
     def load(self, uid: str) -> tuple[np.ndarray, int]:
@@ -152,7 +163,7 @@ class ArkiveAudio(ArkiveReader):
         return np.ascontiguousarray(wav[:, first:last]), rate
 
 
-class ArkiveText(ArkiveReader):
+class OmniioText(OmniioReader):
     """A text."""
 
     def load(self, uid: str) -> Any:
@@ -171,7 +182,7 @@ class ArkiveText(ArkiveReader):
         return text
 
 
-class ArkiveDialogue(ArkiveText):
+class OmniioDialogue(OmniioText):
     """Messages ``[role, modality, content]``."""
 
     def load(self, uid: str) -> list:
@@ -189,4 +200,6 @@ class ArkiveDialogue(ArkiveText):
         return messages
 
 
-ARKIVE_READERS = {"arkive_audio": ArkiveAudio, "arkive_text": ArkiveText, "arkive_dialogue": ArkiveDialogue}
+_KINDS = {"audio": OmniioAudio, "text": OmniioText, "dialogue": OmniioDialogue}
+# ESPnet's names, and those before 202609.
+OMNIIO_READERS = {f"{tool}_{kind}": reader for tool in ("omniio", "arkive") for kind, reader in _KINDS.items()}

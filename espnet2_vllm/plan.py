@@ -11,8 +11,8 @@ import numpy as np
 from .layout import Layout
 from .protocol import Rules
 
-# What to do with a recording that is longer than what the model was trained on: ESPnet's cut, an error, or all of it.
-LONG_AUDIO = ("cut", "refuse", "whole")
+# What to do with a recording above 30 s: hear all of it, as ESPnet does; only its beginning, as older ESPnet; or an error.
+LONG_AUDIO = ("whole", "cut", "refuse")
 
 # In place of an utterance, where the next one is not ready yet (``audio.ahead``).
 LATER = "later"

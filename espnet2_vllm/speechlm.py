@@ -63,7 +63,8 @@ class SpeechLM:
         dtype: str | None = None,
         device: str | None = None,
         decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
-        long_audio: str = "cut",
+        long_audio: str = "whole",
+        clean_up_text: bool = False,
         units: UnitsDescription | None = None,
         codec_share: float | str = 1.0,
         codec_tf32: bool = False,
@@ -83,7 +84,7 @@ class SpeechLM:
         self.device = choose_device(device, gpu=True)
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
         check_engine(backend, self.dtype)
-        self.decoding, self.units = decoding, units
+        self.decoding, self.units, self.clean_up_text = decoding, units, clean_up_text
         self.codec_share, self.codec_tf32 = Share.parse(str(codec_share)), codec_tf32
         self.notes: Counter[str] = Counter()
         self.listening = listening_of(checkpoint, long_audio)
@@ -104,10 +105,10 @@ class SpeechLM:
             model_file: the model, where the folder holds several or none.
             vocab_order: see ``espnet2-vllm convert``.
             options: ``backend`` (``vllm`` or ``pytorch``), ``dtype`` (bfloat16 on a GPU, else float32), ``device`` (of codec and
-                encoder), ``decoding`` (defaults of every call), ``long_audio`` (``cut``, ``refuse`` or ``whole``: recordings
-                beyond 30 s), ``units`` (OpusLM: the ``audio.units.UnitsDescription`` of the SSL model that recordings are
-                tokenised with), ``codec_share`` and ``codec_tf32`` (as on the command lines), and options of the
-                engine such as ``max_num_seqs``.
+                encoder), ``decoding`` (defaults of every call), ``long_audio`` (``whole``, ``cut`` or ``refuse``: recordings
+                beyond 30 s), ``clean_up_text`` (as on the command line), ``units`` (OpusLM: the
+                ``audio.units.UnitsDescription`` of the SSL model that recordings are tokenised with),
+                ``codec_share`` and ``codec_tf32`` (as on the command lines), and options of the engine such as ``max_num_seqs``.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or it cannot be used.
@@ -255,7 +256,7 @@ class SpeechLM:
     def tokenizer(self) -> TextTokenizer:
         from .text import TextTokenizer
 
-        return TextTokenizer(self.checkpoint.tokenizer_dir)
+        return TextTokenizer(self.checkpoint.tokenizer_dir, clean_up=self.clean_up_text)
 
     @cached_property
     def speech(self) -> Speech:

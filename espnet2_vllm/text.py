@@ -28,15 +28,16 @@ class TextTokenizer:
 
     Args:
         directory: folder with the tokenizer's files. Nothing is downloaded.
+        clean_up: take blanks before punctuation out of what Bagpiper generates, as ESPnet did with transformers 4.
 
     Raises:
         CheckpointError: if the folder is missing or holds no tokenizer that transformers can load.
     """
 
-    def __init__(self, directory: str | PathLike[str]) -> None:
+    def __init__(self, directory: str | PathLike[str], *, clean_up: bool = False) -> None:
         from transformers import AutoTokenizer
 
-        self.directory = Path(directory)
+        self.directory, self._clean_up = Path(directory), clean_up
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory}: no such tokenizer folder")
         try:
@@ -46,6 +47,8 @@ class TextTokenizer:
                 f"{self.directory}: no tokenizer can be loaded from here: {error}. Expected tokenizer.json or the files of "
                 "a slow tokenizer, and tokenizer_config.json"
             ) from error
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
         unknown = self._tokenizer.unk_token_id
         self._unknown = [] if unknown is None else [int(unknown)]
 
@@ -63,15 +66,15 @@ class TextTokenizer:
         return [int(i) for i in self._tokenizer.encode(_characters(text))]
 
     def decode_bagpiper(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``: special tokens and ids without a token vanish, blanks before punctuation are taken out.
+        """Text of ``ids``: special tokens and ids without a token vanish. ESPnet ``HuggingFaceTextIO.decode_batch``.
 
-        ESPnet ``TextIO`` asks for ``clean_up_tokenization_spaces``, which transformers 5 ignores for most tokenizers; so
-        the clean-up is called by name, which gives what transformers 4 gave.
+        ESPnet asks for ``clean_up_tokenization_spaces``. transformers 5 does it for all tokenizers but BPE, which those of
+        the released models are; transformers 4 did it for all, which is ``clean_up`` here.
         """
         text = self._tokenizer.decode(
             [int(i) for i in ids if i >= 0], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return self._tokenizer.clean_up_tokenization(text)
+        return self._tokenizer.clean_up_tokenization(text) if self._clean_up or not self._is_bpe else text
 
     # -- OpusLM -------------------------------------------------------------------------------------------------------
     def encode_opuslm(self, text: str) -> list[int]:

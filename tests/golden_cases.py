@@ -128,7 +128,7 @@ class Model:
         self.directory, self.backend, self.compare_logits, self.dtype = directory, backend, compare_logits, dtype
         self.checkpoint = ensure_converted(directory)
         self.layout = self.checkpoint.layout
-        self.tokenizer = TextTokenizer(self.checkpoint.tokenizer_dir)
+        self.tokenizer = TextTokenizer(self.checkpoint.tokenizer_dir, clean_up=True)  # as transformers 4 did
         self.engine = make_engine(backend, self.checkpoint, dtype, keep_logits=compare_logits, **options)
 
     @functools.cached_property

@@ -34,6 +34,7 @@ def contaudio():
 def model(request):
     pytest.importorskip(request.param if request.param == "vllm" else "torch")
     options = {"max_num_seqs": 8} if request.param == "vllm" else {}
+    options["clean_up_text"] = True  # as when the answers were recorded
     with SpeechLM.from_pretrained(contaudio(), backend=request.param, **options) as opened:
         yield opened
 
@@ -164,7 +165,7 @@ def test_changes_of_recordings_are_counted(model, tmp_path):
     model.describe(path, decoding=GREEDY)
     assert model.listening.notes["recordings of 2 channels, of which the first was taken"] >= 1
     assert model.listening.notes["recordings resampled from 48000 to 16000 Hz"] >= 1
-    assert any("cut to their first 480000 samples (10.0 s" in note for note in model.listening.notes)
+    assert not any("cut to their first" in note for note in model.listening.notes)
 
 
 def test_what_cannot_be_opened():

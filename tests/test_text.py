@@ -4,8 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
+import torch
 from conftest import golden_files, golden_models
 from golden_layouts import opuslm_config
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from espnet2_vllm.errors import CheckpointError, DataError
 from espnet2_vllm.text import TextTokenizer
@@ -23,13 +26,43 @@ def recorded(family: str, pattern: str) -> list:
 
 @pytest.mark.parametrize(("path", "model"), recorded("bagpiper", "preprocess_*.json"))
 def test_bagpiper_texts_are_espnets(path, model):
-    tokenizer = TextTokenizer(model / "backbone")
+    tokenizer = TextTokenizer(model / "backbone", clean_up=True)
     data = json.loads(path.read_text(encoding="utf-8"))
     assert data["tokenize"] and data["detokenize"]
     for case in data["tokenize"]:
         assert tokenizer.encode_bagpiper(case["text"]) == case["ids"], case
     for case in data["detokenize"]:
         assert tokenizer.decode_bagpiper(case["ids"]) == case["text"], case
+
+
+PUNCTUATED = ["Hello , world .", "I do n't think so ?", "it 's a dog ! , isn ' t it", " a  b\n\n c ."]
+
+
+@pytest.mark.parametrize("model", golden_models("bagpiper"), ids=lambda p: p.name)
+def test_generated_text_is_that_of_todays_espnet(model):
+    """Blanks before punctuation stay, as transformers 5 has it for BPE; and go where they went with transformers 4."""
+    io = pytest.importorskip("espnet2.speechlm.model.speechlm.multimodal_io.text").HuggingFaceTextIO(model / "backbone")
+    today, older = TextTokenizer(model / "backbone"), TextTokenizer(model / "backbone", clean_up=True)
+    rng = np.random.default_rng(1)
+    texts = [io.preprocess(text)[0] for text in PUNCTUATED]
+    for ids in [*texts, *(rng.integers(0, io.vocab_size, (30, 1)) for _ in range(5))]:
+        (text,) = io.decode_batch(torch.from_numpy(ids)[None], [len(ids)])
+        assert today.decode_bagpiper(ids[:, 0]) == text
+        assert older.decode_bagpiper(ids[:, 0]) == PreTrainedTokenizerBase.clean_up_tokenization(None, text)
+    assert today.decode_bagpiper(texts[0][:, 0]).endswith("Hello , world .")
+    assert older.decode_bagpiper(texts[0][:, 0]).endswith("Hello, world.")
+
+
+def test_text_of_a_tokenizer_that_is_no_bpe_is_cleaned_up_as_ever(tmp_path):
+    """transformers 5 keeps doing so for all kinds but BPE, and so ESPnet asks for it."""
+    vocabulary = [("<unk>", 0.0), ("\u2581hello", -1.0), ("\u2581,", -1.5), ("\u2581world", -2.0)]
+    plain = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, unk_id=0))
+    plain.pre_tokenizer, plain.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path)
+    tokenizer = TextTokenizer(tmp_path)
+    ids = tokenizer.encode_bagpiper("hello , world")
+    assert len(ids) == 3
+    assert tokenizer.decode_bagpiper(ids) == "hello, world"
 
 
 @pytest.mark.parametrize("model", golden_models("bagpiper"), ids=lambda p: p.name)

@@ -33,7 +33,7 @@ class Listening:
         rate: of the encoder in Hz.
         hop: samples a mel frame.
         window: samples of the spectrogram's window; a clip must be longer than half of it, or its edges cannot be reflected.
-        limit: samples that ESPnet keeps of a recording, counted at the recording's own rate.
+        limit: samples that ``cut`` keeps of a recording and ``refuse`` allows, counted at the recording's own rate.
         half_chunk: half of the mel frames that go through the convolutions together (``n_window``).
         long_audio: one of ``plan.LONG_AUDIO``.
         notes: how many recordings were changed on the way, and how.
@@ -44,11 +44,11 @@ class Listening:
     window: int
     limit: int
     half_chunk: int
-    long_audio: str = "cut"
+    long_audio: str = "whole"
     notes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, long_audio: str = "cut") -> Listening:
+    def of(cls, checkpoint: Checkpoint, long_audio: str = "whole") -> Listening:
         """From the encoder's own configuration files.
 
         Raises:
@@ -86,9 +86,9 @@ class Listening:
             if self.long_audio == "refuse":
                 raise DataError(
                     f"the audio has {length} samples ({length / rate:.1f} s), more than the {allowed} that the model was "
-                    "trained on; split it, or choose long_audio cut or whole"
+                    "trained on; split it, or choose long_audio whole or cut"
                 )
-            self.notes[f"recordings cut to their first {allowed}, as ESPnet does"] += 1
+            self.notes[f"recordings cut to their first {allowed}, as older ESPnet did"] += 1
             wav = wav[..., : self.limit]
         wav = mono_at(wav, rate, self.rate, self.notes)
         shortest = max(self.window // 2 + 1, self.hop)

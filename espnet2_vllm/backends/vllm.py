@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine import channel
-from ..engine.compat import check_options, engine_version, watch_engine_process
+from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.symbols import check_symbols
@@ -98,6 +98,7 @@ class VllmEngine:
 
         # Not part of the configuration, so it is said a second time.
         quiet = options.get("disable_log_stats", True)
+        let_modules_be_scanned()
         try:
             with main_left_out(*options.values()):
                 self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)

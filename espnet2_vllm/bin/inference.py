@@ -73,14 +73,16 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "world-size", type=at_least(1), default=1, help="Jobs that share the samples")
     add(group, "seed", type=seed, default=42, help=SEED_HELP)
     group = parser.add_argument_group("input")
-    long_help = "Recordings beyond what the model was trained on (30 s): cut as ESPnet does, refuse, or hear them whole"
-    add(group, "long-audio", choices=LONG_AUDIO, default="cut", help=long_help)
+    long_help = "Recordings beyond 30 s: hear them whole, cut them (older ESPnet), or refuse them"
+    add(group, "long-audio", choices=LONG_AUDIO, default="whole", help=long_help)
     url_help = "Fetch what omniio tables name by http(s) addresses; otherwise these utterances are refused"
     add(group, "allow-url", type=flag, nargs="?", const=True, default=False, help=url_help)
     group = parser.add_argument_group("output")
     formats = ("string", "list")
     text_help = "A text in results.json: string, or list of one string (ESPnet before 202609)"
     add(group, "text-format", choices=formats, default="string", help=text_help)
+    clean_help = "Take blanks before punctuation out of generated texts, as ESPnet did with transformers 4"
+    add(group, "clean-up-text", type=flag, nargs="?", const=True, default=False, help=clean_help)
     directories_help = "Folder of a set: <task>_<name>, or its specifier with ':' as '_', as up to 2026-05"
     add(group, "directory-names", choices=("name", "specifier"), default="name", help=directories_help)
     levels = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
@@ -199,7 +201,7 @@ def _decode_all(
     args.seed = drawn_seed(
         args.seed, args.resume, (path for set_ in datasets for path in _rank_folders(args, set_).values())
     )
-    tokenizer = TextTokenizer(checkpoint.tokenizer_dir)
+    tokenizer = TextTokenizer(checkpoint.tokenizer_dir, clean_up=args.clean_up_text)
     options = prepare_speech(speech, args, options)
     settings = journal_settings(
         config,
@@ -210,7 +212,7 @@ def _decode_all(
         options=options,
         with_scores=args.write_scores,
         form=None if speech is None else speech.form,
-    )
+    ) | {"clean_up_text": args.clean_up_text}
     codes = []
     with ExitStack() as stack:
         # All at once, so that a directory in use is found before anything is decoded.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing.connection
 import pathlib
+import sys
 import threading
 from typing import Any
 
@@ -40,6 +41,16 @@ def engine_version() -> str:
             "run tools/setup.sh for a version that works"
         )
     return found
+
+
+def let_modules_be_scanned() -> None:
+    """Keeps what is loaded from ending vLLM's start on a CPU (0.32), which looks into all objects of all modules.
+
+    llvmlite's library (of numba, which librosa needs) answers any attribute with a function, ``__dict__`` too.
+    """
+    binding = sys.modules.get("llvmlite.binding.ffi")
+    if binding is not None:
+        binding.lib._fntab.setdefault("__dict__", {})
 
 
 def steady_rows_known() -> bool:

@@ -11,7 +11,10 @@ def register() -> None:
     """Registers lazily by name, so that nothing heavy is imported and no device is touched here; may be called often."""
     from vllm import ModelRegistry
 
+    from .compat import let_modules_be_scanned
+
     _set_up_logging()
+    let_modules_be_scanned()
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:
         if name not in known:

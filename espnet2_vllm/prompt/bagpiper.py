@@ -213,7 +213,7 @@ class Deaf:
         raise DataError(str(self.error)) from self.error
 
 
-def listening_of(checkpoint: Checkpoint, long_audio: str = "cut") -> Listening | Deaf | None:
+def listening_of(checkpoint: Checkpoint, long_audio: str = "whole") -> Listening | Deaf | None:
     """How ``checkpoint`` hears audio that is not the assistant's; None if it takes that as codes."""
     from ..audio.listening import Listening
 

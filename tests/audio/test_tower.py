@@ -5,7 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from checkpoint_samples import copy_of
 from conftest import golden_files
+from todays_espnet import continuous_audio_io, heard
 from transformers import WhisperFeatureExtractor
 
 from espnet2_vllm.audio.tower import AudioTower, _has_flash_attention
@@ -85,6 +87,23 @@ def test_prompts_encoded_together_are_transformers_own(tower, plain, seed):
         for mine, theirs in zip(found, by_transformers(tower, plain, clips) if clips else [], strict=True):
             assert mine.shape == theirs.shape
             assert (mine - theirs).abs().max() < TOLERANCE, seed
+
+
+def test_recordings_of_any_length_are_heard_as_todays_espnet_hears_them(tmp_path, monkeypatch):
+    """Whole, one by one and as the clips of one prompt, by ESPnet's own class with the same weights."""
+    pytest.importorskip("espnet2.speechlm")
+    folder = copy_of("bagpiper", tmp_path, "qwen3-s4-cb32-contaudio")
+    io = continuous_audio_io(folder, "Qwen/Qwen3-Omni-30B-A3B-Instruct", monkeypatch)
+    tower = AudioTower(ensure_converted(folder))
+    rng = random.Random(6)
+    for seconds in ((47.31,), (30.01, 0.41), (61.3, 2.5, 33.33)):
+        clips = [clip(rng, length) for length in seconds]
+        prepared = [tower.listening.prepare(wav, 16000) for wav in clips]
+        ((*found,),) = tower.encode([prepared])
+        for mine, theirs in zip(found, heard(io, clips), strict=True):
+            expected = torch.nn.functional.linear(theirs, *tower._adaptor)
+            assert mine.shape == expected.shape
+            assert (mine - expected).abs().max() < TOLERANCE
 
 
 def test_a_short_clip_depends_on_the_longest_of_its_prompt(tower):

@@ -32,7 +32,7 @@ def speech_of(model):
 
 @functools.cache
 def tokenizer_of(model):
-    return TextTokenizer(model / "backbone")
+    return TextTokenizer(model / "backbone", clean_up=True)
 
 
 def make_writer(model, directory, **options):

@@ -1,0 +1,46 @@
+"""Parts of the ESPnet that is installed, with the weights of a checkpoint: what tests hold our parts against."""
+
+import pathlib
+import shutil
+
+import torch
+from checkpoint_samples import model_file, state_dict
+
+OMNI = {"Qwen/Qwen3-Omni-30B-A3B-Instruct": "Qwen3OmniMoe", "Qwen/Qwen2.5-Omni-7B": "Qwen2_5Omni"}
+
+
+def omni_folder(folder: pathlib.Path, tag: str) -> None:
+    """Give the Qwen-Omni configuration below ``folder`` the random weights that ESPnet wants to load, and throws away."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder / tag)
+    model = getattr(transformers, f"{OMNI[tag]}ForConditionalGeneration")._from_config(config)
+    kept = folder / "kept.json"
+    shutil.copyfile(folder / tag / "config.json", kept)
+    model.save_pretrained(folder / tag)
+    shutil.move(kept, folder / tag / "config.json")
+
+
+def continuous_audio_io(folder: pathlib.Path, tag: str, monkeypatch):
+    """ESPnet's continuous encoder with the weights of the checkpoint in ``folder``, which becomes the working directory."""
+    from espnet2.speechlm.model.speechlm.multimodal_io.audio import ContinuousAudioIO
+
+    omni_folder(folder, tag)
+    monkeypatch.chdir(folder)  # ESPnet takes two tags by their very names
+    io = ContinuousAudioIO(encoder_hf_model_tag=tag, attn_implementation="sdpa", dtype="float32")
+    prefix = "multimodal_io_dict.continuous_audio."
+    tensors = state_dict(model_file(folder)).items()
+    io.load_state_dict({name.removeprefix(prefix): t for name, t in tensors if name.startswith(prefix)}, strict=True)
+    return io.eval()
+
+
+@torch.inference_mode()
+def heard(io, wavs) -> list[torch.Tensor]:
+    """What ESPnet's encoder gives for the recordings of one prompt, before the adaptor. Each [n] at its rate -> [rows, D]."""
+    from espnet2.speechlm.utils.data import pad_list
+
+    found = [io.preprocess((wav[None], io.sample_rate)) for wav in wavs]
+    features, lengths = pad_list([torch.from_numpy(features) for _, (_, features), _ in found])
+    vectors = io.encode_batch(features, lengths)
+    assert [len(v) for v in vectors] == [rows for _, (rows, _), _ in found]
+    return list(vectors)

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import CheckpointError, DataError
+from .errors import DataError
 
 
 class Difference(NamedTuple):
@@ -24,37 +24,27 @@ class Difference(NamedTuple):
 
 
 class TextTokenizer:
-    """The Hugging Face tokenizer of a checkpoint.
+    """The Hugging Face tokenizer of a checkpoint, as its files state it (``tokenizer_file``).
 
     Args:
         directory: folder with the tokenizer's files. Nothing is downloaded.
         clean_up: take blanks before punctuation out of what Bagpiper generates, as ESPnet did with transformers 4.
 
     Raises:
-        CheckpointError: if the folder is missing or holds no tokenizer that transformers can load.
+        CheckpointError: if the folder is missing or holds no tokenizer that can be read.
     """
 
     def __init__(self, directory: str | PathLike[str], *, clean_up: bool = False) -> None:
-        from transformers import AutoTokenizer
+        from .tokenizer_file import open_tokenizer
 
-        self.directory, self._clean_up = Path(directory), clean_up
-        if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory}: no such tokenizer folder")
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise CheckpointError(
-                f"{self.directory}: no tokenizer can be loaded from here: {error}. Expected tokenizer.json or the files of "
-                "a slow tokenizer, and tokenizer_config.json"
-            ) from error
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self._is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
-        unknown = self._tokenizer.unk_token_id
-        self._unknown = [] if unknown is None else [int(unknown)]
+        self.directory = Path(directory)
+        self.opened = open_tokenizer(self.directory)
+        self._tokenizer = self.opened.tokenizer
+        self._clean_up = clean_up or type(self._tokenizer.model).__name__ != "BPE"
 
     def __len__(self) -> int:
         """Tokens that the tokenizer has; a checkpoint's text span may be longer."""
-        return len(self._tokenizer)
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     # -- Bagpiper -----------------------------------------------------------------------------------------------------
     def encode_bagpiper(self, text: str) -> list[int]:
@@ -63,7 +53,7 @@ class TextTokenizer:
         Raises:
             DataError: for half of a surrogate pair, which JSON can hold and Unicode has no character for.
         """
-        return [int(i) for i in self._tokenizer.encode(_characters(text))]
+        return self._tokenizer.encode(_characters(text), add_special_tokens=True).ids
 
     def decode_bagpiper(self, ids: Iterable[int]) -> str:
         """Text of ``ids``: special tokens and ids without a token vanish. ESPnet ``HuggingFaceTextIO.decode_batch``.
@@ -71,10 +61,8 @@ class TextTokenizer:
         ESPnet asks for ``clean_up_tokenization_spaces``. transformers 5 does it for all tokenizers but BPE, which those of
         the released models are; transformers 4 did it for all, which is ``clean_up`` here.
         """
-        text = self._tokenizer.decode(
-            [int(i) for i in ids if i >= 0], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return self._tokenizer.clean_up_tokenization(text) if self._clean_up or not self._is_bpe else text
+        text = self._tokenizer.decode([int(i) for i in ids if i >= 0], skip_special_tokens=True)
+        return _without_blanks(text) if self._clean_up else text
 
     # -- OpusLM -------------------------------------------------------------------------------------------------------
     def encode_opuslm(self, text: str) -> list[int]:
@@ -83,7 +71,7 @@ class TextTokenizer:
         Raises:
             DataError: as ``encode_bagpiper``.
         """
-        return [int(i) for i in self._tokenizer.encode(_characters(text), add_special_tokens=False)]
+        return self._tokenizer.encode(_characters(text), add_special_tokens=False).ids
 
     def decode_opuslm(self, ids: Iterable[int]) -> str:
         """Text of ``ids``: special tokens vanish, newlines become blanks, both ends are stripped.
@@ -91,12 +79,13 @@ class TextTokenizer:
         An id without a token (the modality's own marker, which is negative here, or a filler behind the tokenizer's
         end) counts as the tokenizer's unknown token. ESPnet ``HuggingFaceTokenizer.tokens2text``.
         """
+        unknown = [] if self.opened.unknown is None else [self.opened.unknown]
         known: list[int] = []
         for i in map(int, ids):
-            known += [i] if self._token(i) is not None else self._unknown
-        text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if self._tokenizer.clean_up_tokenization_spaces:
-            text = self._tokenizer.clean_up_tokenization(text)
+            known += [i] if self._token(i) is not None else unknown
+        text = self._tokenizer.decode(known, skip_special_tokens=True)
+        if self.opened.clean_up:
+            text = _without_blanks(text)
         return text.replace("\n", " ").strip()
 
     def differences(self, names: Sequence[str]) -> list[Difference]:
@@ -107,17 +96,24 @@ class TextTokenizer:
         found = []
         for index, name in enumerate(names):
             token = self._token(index)
-            same = token == name if token is not None else self._id(name) is None
+            same = token == name if token is not None else self._tokenizer.token_to_id(name) is None
             if not same:
                 found.append(Difference(index, name, token))
         return found
 
     def _token(self, index: int) -> str | None:
-        return self._tokenizer.convert_ids_to_tokens(index) if index >= 0 else None
+        return self._tokenizer.id_to_token(index) if 0 <= index < 2**32 else None
 
-    def _id(self, name: str) -> int | None:
-        index = self._tokenizer.convert_tokens_to_ids(name)
-        return None if index is None or index in self._unknown else int(index)
+
+# What transformers' clean-up takes the blank out of, in its order.
+_CLOSE = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+def _without_blanks(text: str) -> str:
+    """``clean_up_tokenization_spaces`` of transformers 4: no blank before punctuation and English contractions."""
+    for found in _CLOSE:
+        text = text.replace(found, found.strip())
+    return text
 
 
 def _characters(text: str) -> str:

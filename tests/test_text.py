@@ -79,7 +79,7 @@ def test_bagpiper_vocabulary_names_the_tokenizers_tokens(model):
 @pytest.mark.parametrize("model", golden_models("bagpiper"), ids=lambda p: p.name)
 def test_bagpiper_ids_without_a_token_vanish(model):
     tokenizer = TextTokenizer(model / "backbone")
-    ids = tokenizer._tokenizer.encode("hello there", add_special_tokens=False)
+    ids = tokenizer.encode_opuslm("hello there")
     assert tokenizer.decode_bagpiper([ids[0], len(tokenizer), -5, *ids[1:], 10**6]) == tokenizer.decode_bagpiper(ids)
 
 

@@ -122,7 +122,12 @@ def _load_backbone(path: Path, dtype: torch.dtype, attention: str) -> PreTrained
     try:
         with _quiet():  # it would report stream_emb.weight; what it found is checked here
             model, info = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=attention, output_loading_info=True, local_files_only=True
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,  # unsaid, it would ask on standard input
             )
     except (torch.OutOfMemoryError, MemoryError):
         raise
@@ -148,7 +153,7 @@ def _random_backbone(path: Path, dtype: torch.dtype, device: torch.device, atten
     """Made on the device itself, since a large model takes long to initialise on a CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 

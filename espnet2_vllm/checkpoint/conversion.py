@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from .names import CODEC, CONTINUOUS_AUDIO, MODEL
 from .plan import DTYPES, KEEP, Plan, make_plan
 from .sources import DESCRIPTION_FILE, Source, find_source
 from .tensors import TensorSource, open_tensors
+from .texts import check_texts
 from .writing import FORMAT, appearing, check_replaceable, copy_files, write_json, write_shards, write_tensors
 
 FORMAT_VERSION = 1  # of converted directories; a cached one of another version is not used
@@ -81,11 +82,12 @@ def convert_source(
     with appearing(dst, plan.nbytes) as folder:
         _write_small_files(description, plan, folder)
         _check_tokenizer(description, folder / "tokenizer")
+        texts = check_texts(description.tokenizer_dir, folder / "tokenizer")
         write_shards(plan.part(MODEL), tensors, folder, shard_size)
         for part, file in _other_files(description).items():
             write_tensors(plan.part(part), tensors, folder / file)
         write_json(folder / DESCRIPTION_FILE, _speechlm_json(description, plan, vocab_order))
-    return Report(dst, _report(description, tensors, plan, dst), plan.dropped)
+    return Report(dst, _report(description, tensors, plan, dst, texts), plan.dropped)
 
 
 def check_family(found: str, wanted: str | None, where: Path) -> None:
@@ -177,7 +179,8 @@ def backbone_config(description: Description, plan: Plan) -> dict[str, Any]:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         config["rope_theta"] = rope["rope_theta"]
         config["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
-    config.pop("_name_or_path", None)
+    for name in ("_name_or_path", "auto_map"):  # nobody is to look for code beside the weights
+        config.pop(name, None)
     return config
 
 
@@ -218,14 +221,16 @@ def _speechlm_json(description: Description, plan: Plan, vocab_order: str) -> di
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
-def _report(description: Description, tensors: TensorSource, plan: Plan, dst: Path) -> tuple[str, ...]:
+def _report(
+    description: Description, tensors: TensorSource, plan: Plan, dst: Path, texts: Sequence[str]
+) -> tuple[str, ...]:
     source, layout = description.source, description.layout
     lines = [
         f"{source.family} checkpoint: {source.model_file}",
         f"  described by {source.train_config}; backbone {description.backbone.model_type} as in {description.backbone_dir}",
         f"  vocabulary: {description.vocabulary} = rows of the embedding and of the head; {layout.num_streams} streams",
     ]
-    lines += [f"  {note}" for note in (*source.notes, *tensors.notes, *description.notes)]
+    lines += [f"  {note}" for note in (*source.notes, *tensors.notes, *description.notes, *texts)]
     for part in (MODEL, CODEC, CONTINUOUS_AUDIO):
         entries = plan.part(part)
         if entries:

@@ -1,6 +1,7 @@
 """Names and shapes that a model's configuration implies, from transformers' own classes on the meta device."""
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,26 @@ _ENCODERS = {
 }
 
 # What transformers raises on a config.json that is missing, no JSON, or of an unknown type.
-_CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def read_hf_config(directory: Path, what: str) -> Any:
-    """The transformers configuration in ``directory``. CheckpointError if there is none or it cannot be read."""
-    from transformers import AutoConfig
+    """The transformers configuration in ``directory``. CheckpointError if there is none or it cannot be read.
+
+    Python that lies beside it (``auto_map``) is never run: transformers reads the models that it knows, others are refused.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{what} {directory} has no config.json")
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        plain = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if "auto_map" in plain and plain.get("model_type") not in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"{directory / 'config.json'} ({what}): model_type {plain.get('model_type')!r} is defined by Python code of its "
+                "own (auto_map), which is never run; supported backbones are " + ", ".join(ARCHITECTURES)
+            )
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _CONFIG_ERRORS as error:
         raise CheckpointError(f"cannot read {directory / 'config.json'} ({what}): {error}") from error
 

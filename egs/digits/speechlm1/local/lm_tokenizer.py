@@ -39,6 +39,7 @@ def make_tokenizer(directory: Path, size: int, seed: int = 9, words: tuple[str, 
     named = {"bos_token": END, "eos_token": END, "pad_token": END, "unk_token": END}
     config = named | {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": True,  # as in the file; transformers 4 wants to be told
         "clean_up_tokenization_spaces": False,
         "model_max_length": 2048,
     }

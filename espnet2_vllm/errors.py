@@ -1,12 +1,51 @@
 """Errors that a user can act on: each message says what, where, what was expected and what to do."""
 
+import re
+import reprlib
 import sys
+from typing import Any
+
+MOST_CHARACTERS = 4_000  # of a message
+_TAIL = 1_000  # of which the end, where what to do stands
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class _Brief(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write out what has more than 4,300 digits.
+        return super().repr_int(x, level) if x.bit_length() < 1000 else f"a whole number of {x.bit_length()} bits"
+
+
+_brief = _Brief()
+_brief.maxlevel, _brief.maxstring, _brief.maxlong, _brief.maxother = 3, 200, 60, 400
+
+
+def shown(value: Any) -> str:
+    """``value`` as a message shows it: shortened, whatever its size, on one line and without control characters."""
+    text = str(value) if isinstance(value, Exception) else _brief.repr(value)
+    return printable(text if len(text) <= MOST_CHARACTERS // 4 else f"{text[: MOST_CHARACTERS // 4]}...")
+
+
+def printable(text: str) -> str:
+    """``text`` with its control characters, but for tabs and line breaks, as escapes: none moves a terminal's cursor."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class SpeechLMError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    A message is printable, and shortened in its middle where a value in it is long.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        message = str(message)
+        left_out = len(message) - MOST_CHARACTERS
+        if left_out > 0:
+            head, tail = message[: MOST_CHARACTERS - _TAIL], message[-_TAIL:]
+            message = f"{head} [... {left_out} characters ...] {tail}"
+        super().__init__(printable(message))
 
 
 class ConfigError(SpeechLMError):

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from espnet2_vllm.errors import ConfigError
+from espnet2_vllm.safe_yaml import check_aliases
 
 Path = tuple[str, ...]
-MOST_VALUES = 100_000
 MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -121,8 +121,7 @@ def _parse(name: str, text: str) -> tuple[Any, dict[Path, int]]:
             if node is None:
                 return None, lines
             _index(name, node, (), lines, set())
-            if _size(node, {}) > MOST_VALUES:
-                raise ConfigError(f"{name}: its aliases (*) stand for more than {MOST_VALUES} values; write it out")
+            check_aliases(node, name, ConfigError)
             return _plain(loader.construct_document(node)), lines
         finally:
             loader.dispose()
@@ -165,16 +164,6 @@ def _index(name: str, node: yaml.Node, path: Path, lines: dict[Path, int], seen:
                     )
                 here[key.tag, key.value] = lines[full] = line
                 _index(name, value, full, lines, seen)
-
-
-def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Values below ``node`` with its aliases written out, as ``_plain`` does."""
-    if id(node) not in sizes:
-        sizes[id(node)] = 1  # of a node that holds itself, which is refused elsewhere
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
-        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
-    return sizes[id(node)]
 
 
 def _plain(value: Any) -> Any:

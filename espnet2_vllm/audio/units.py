@@ -103,21 +103,23 @@ class SpeechUnits:
 
 
 def _load_model(description: UnitsDescription) -> Any:
-    import yaml
+    from ..safe_yaml import read_yaml
+    from ..unfetched import nothing_fetched
 
     for path in (description.config, description.checkpoint, description.kmeans):
         if not Path(path).is_file():
             raise CheckpointError(f"SSL units: no such file: {path}")
     try:
-        from espnet2.tasks.ssl import SSLTask
+        with nothing_fetched():
+            from espnet2.tasks.ssl import SSLTask
         from typeguard import TypeCheckError
     except ImportError as error:
         raise ConfigError(f"SSL units need ESPnet, which cannot be imported ({error}); run tools/setup.sh") from error
+    arguments = read_yaml(description.config, CheckpointError)
     try:
-        arguments = yaml.safe_load(Path(description.config).read_text(encoding="utf-8"))
         with torch.random.fork_rng(devices=[]):
             model = SSLTask.build_model(argparse.Namespace(**arguments))
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, TypeCheckError, yaml.YAMLError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, TypeCheckError) as error:
         raise CheckpointError(
             f"{description.config}: ESPnet cannot build this SSL model: {type(error).__name__}: {error}"
         ) from error

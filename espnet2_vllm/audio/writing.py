@@ -9,6 +9,7 @@ import numpy as np
 
 from espnet2_vllm.audio_format import AudioFormat
 from espnet2_vllm.errors import DataError
+from espnet2_vllm.io.files import open_own
 
 AS_ESPNET = AudioFormat()
 
@@ -57,7 +58,7 @@ def append_to_ark(
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = io.BytesIO()
     kaldiio.save_ark(whole, {key: (sample_rate, wav)}, write_function="soundfile", write_kwargs=form.soundfile)
-    with open(path, "ab") as file:
+    with open_own(path, "ab") as file:
         end = file.tell()
         try:
             file.write(whole.getbuffer())

@@ -14,6 +14,7 @@ from ..engine import channel
 from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
+from ..engine.rendezvous import stay_on_this_machine
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
 from ..errors import AbortError, ConfigError, EngineError
@@ -130,6 +131,9 @@ class VllmEngine:
                 f"logits are kept in this process only; with tensor_parallel_size {ranks} they are in others"
             )
         self._prepare_environment(cpu, dtype, ranks)
+        stay_on_this_machine(ranks, options.get("distributed_executor_backend"))
+        # Nothing about this machine and its models is sent anywhere.
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"scheduler_cls": SCHEDULERS[checkpoint.layout.family], "worker_cls": WORKERS[cpu]}
         for name in set(fixed) & set(options):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..audio_format import BITS, FORMATS
-from ..errors import ConfigError, SpeechLMError
+from ..errors import ConfigError, SpeechLMError, printable
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: for an ``--engine_option`` that is not NAME=VALUE, or comes twice.
     """
-    import yaml
+    from ..safe_yaml import parse_yaml
 
     options = {name: getattr(args, name) for name in _ENGINE_OPTIONS if getattr(args, name) is not None}
     for pair in args.engine_option:
@@ -176,10 +176,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--engine_option {pair!r}: expected NAME=VALUE, as in max_num_batched_tokens=8192")
         if name in options:
             raise ConfigError(f"--engine_option {pair!r}: {name} is given twice")
-        try:
-            options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--engine_option {pair!r}: the value is not valid yaml: {error}") from error
+        options[name] = parse_yaml(value, f"--engine_option {pair!r}: the value", ConfigError)
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if not isinstance(size := options.get(name, 1), int) or size < 1:
             raise ConfigError(f"--engine_option {name}={size}: expected a whole number of at least 1")
@@ -272,9 +269,19 @@ def _heeding_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class OneLineFormatter(logging.Formatter):
+    """Keeps each message on a line of its own: an id or a text with a line break in it cannot write a line of the log."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = printable(record.message).replace("\n", "\\n")
+        return super().formatMessage(record)
+
+
 def set_up_logging(level: str = "INFO") -> None:
     """Logs to stderr in ESPnet's format; where the caller has set up logging already, only the level is set."""
-    logging.basicConfig(stream=sys.stderr, format=LOG_FORMAT)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(LOG_FORMAT))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger().setLevel(level.upper())
 
 

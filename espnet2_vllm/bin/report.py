@@ -32,7 +32,8 @@ def end_of_run(
         write_run(directory, seconds=seconds, command=command, **figures)
     report = collect(directories, title, keys)
     page = write_report(report, directories[0] / FOLDER)
-    log.info("%s\n%s", title, text_table(report.table()))
+    for line in (title, *text_table(report.table()).splitlines()):
+        log.info("%s", line)
     log.info("report: %s", page)
 
 

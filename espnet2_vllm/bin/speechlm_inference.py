@@ -46,15 +46,15 @@ class _Nested(argparse.Action):
     """``--codec_conf key=value``, ``key.inner=value``, or a whole yaml mapping, once or several times."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        import yaml
+        from ..safe_yaml import parse_yaml
 
         earlier = getattr(namespace, self.dest, None)
         made = dict(earlier) if isinstance(earlier, dict) else {}
         path, equals, text = values.partition("=")
         try:
-            value = yaml.safe_load(text if equals else values)
-        except yaml.YAMLError as error:
-            parser.error(f"{option_string} {values!r}: the value is not valid yaml: {error}")
+            value = parse_yaml(text if equals else values, f"{option_string} {values!r}: the value", ConfigError)
+        except ConfigError as error:
+            parser.error(str(error))
         if not equals:
             if not isinstance(value, dict):
                 parser.error(f"{option_string} {values!r}: expected KEY=VALUE or a yaml mapping")
@@ -72,11 +72,11 @@ class _Nested(argparse.Action):
 
 def _plain(text: str) -> Any:
     """A value as yaml has it."""
-    import yaml
+    from ..safe_yaml import parse_yaml
 
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text, "the value", ConfigError)
+    except ConfigError:
         return text
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..io.files import open_own
 from .conversion import FORMAT_VERSION, check_family, convert_source
 from .describe import describe
 from .opening import Checkpoint, is_converted, open_checkpoint
@@ -133,7 +134,7 @@ def _say_older(folder: Path, model_file: Path, name: str) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Wait for other processes that convert the same. Without locks on the file system the last one wins, whole."""
-    with open(path, "w", encoding="utf-8") as stream:
+    with open_own(path, "ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codec import CodecDescription, check_codec_fits, load_codec
-from ..errors import CheckpointError, SpeechLMError
+from ..errors import CheckpointError, SpeechLMError, shown
 from ..layout import Layout
 from ..text import TextTokenizer
 from .expected import (
@@ -19,7 +19,7 @@ from .expected import (
     xcodec_shapes,
 )
 from .names import CODEC, CONTINUOUS_AUDIO, EMBEDDING, HEAD, MODEL
-from .opening import read_description, read_layout
+from .opening import check_inside, read_description, read_layout
 from .tensors import TensorSpec
 from .writing import INDEX
 
@@ -164,9 +164,12 @@ def _read_index(directory: Path) -> dict[str, str]:
     path = directory / INDEX
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        weight_map = dict(weight_map)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error!r}; convert the checkpoint again") from error
-    return dict(weight_map)
+    for name, file in weight_map.items():
+        check_inside(file, f"{path}: the file of {shown(name)}")
+    return weight_map
 
 
 def _read_header(path: Path) -> dict[str, TensorSpec]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..codec import CodecDescription
-from ..errors import CheckpointError, SpeechLMError
+from ..errors import CheckpointError, SpeechLMError, shown
 from ..layout import Layout
 from .conversion import FORMAT_VERSION, check_family
 from .sources import DESCRIPTION_FILE
@@ -114,7 +114,9 @@ def open_checkpoint(directory: str | Path, *, family: str | None = None) -> Chec
     kinds = {"preprocessor": Mapping, "continuous_audio": Mapping | None, "max_rows": int, "source": Mapping}
     for key, kind in kinds.items():
         if not isinstance(content[key], kind):
-            raise _damaged(directory, f"{key} is {content[key]!r}")
+            raise _damaged(directory, f"{key} is {shown(content[key])}")
+    _check_sizes(directory, layout, content["max_rows"])
+    _check_files(directory, content)
     try:
         codec = None if content["codec"] is None else CodecDescription.from_dict(content["codec"])
     except _MALFORMED as error:
@@ -128,6 +130,40 @@ def open_checkpoint(directory: str | Path, *, family: str | None = None) -> Chec
         max_rows=content["max_rows"],
         source=content["source"],
     )
+
+
+def _check_sizes(directory: Path, layout: Layout, max_rows: int) -> None:
+    """The sizes that tables are made by are those of the model that will be loaded."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary, context = config["vocab_size"], config["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error!r}; convert the checkpoint again") from error
+    if layout.vocab_size != vocabulary:
+        raise _damaged(
+            directory, f"the layout has {shown(layout.vocab_size)} ids, {path.name} a vocab_size of {shown(vocabulary)}"
+        )
+    if type(max_rows) is not int or type(context) is not int or not 2 <= max_rows <= context:
+        raise _damaged(
+            directory,
+            f"max_rows is {shown(max_rows)}, expected 2 to the max_position_embeddings of {path.name}, {shown(context)}",
+        )
+
+
+def _check_files(directory: Path, content: Mapping[str, Any]) -> None:
+    facts = content["continuous_audio"] or {}
+    for key in ("weights", "config", "preprocessor_config"):
+        if facts.get(key) is not None:
+            check_inside(facts[key], f"{directory / DESCRIPTION_FILE}: continuous_audio.{key}")
+
+
+def check_inside(name: Any, where: str) -> None:
+    """CheckpointError unless ``name`` is a path to below the folder of the file that names it."""
+    if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        raise CheckpointError(
+            f"{where} is {shown(name)}, expected a file below its folder; convert the checkpoint again"
+        )
 
 
 def read_layout(directory: Path, content: Mapping[str, Any]) -> Layout:

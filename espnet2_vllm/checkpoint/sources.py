@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from .. import safe_yaml
+from ..errors import CheckpointError, shown
 
 DESCRIPTION_FILE = "speechlm.json"  # what makes a directory a converted one
 DCP_METADATA = ".metadata"  # torch.distributed.checkpoint writes it last, so a save without it is incomplete
@@ -93,16 +94,7 @@ def find_source(
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Parse a yaml whose top level is a mapping. CheckpointError with file and line otherwise."""
-    import yaml
-
-    # A token_list has up to 160,000 lines: the pure Python parser takes a minute over it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        with open(path, encoding="utf-8") as stream:
-            content = yaml.load(stream, Loader=loader)  # noqa: S506 - both are safe loaders
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        # All but the first and the last: UTF-8, numbers and dates that are none, `!!bool abc`, a node that holds itself.
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    content = safe_yaml.read_yaml(path, CheckpointError)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: expected a mapping at the top level, got {type(content).__name__}")
     return content
@@ -117,7 +109,7 @@ def require(arguments: Mapping[str, Any], key: str, kind: type | tuple[type, ...
         value = value[part]
     if not isinstance(value, kind):
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise CheckpointError(f"{where}: {key} is {value!r}, expected {names}")
+        raise CheckpointError(f"{where}: {key} is {shown(value)}, expected {names}")
     return value
 
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.locate import locate_directory, locate_file
 from espnet2_vllm.codec.modules import for_inference
 from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder, push_together
 from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
-from espnet2_vllm.errors import CheckpointError, ConfigError
+from espnet2_vllm.errors import CheckpointError, ConfigError, shown
+from espnet2_vllm.safe_yaml import read_yaml
+from espnet2_vllm.unfetched import nothing_fetched
 
 # Encoding and decoding run through the generator alone; released files may lack the parts used in training only.
 _GENERATOR = "codec.generator."
@@ -146,13 +147,13 @@ def _package_files(package: Path, *, weights_needed: bool) -> tuple[Path, Path |
     if not meta_path.is_file():
         config = _only_file(package, "config.yaml")
         return config, _only_file(package, "*.pth") if weights_needed else None
-    meta = _read_yaml(meta_path)
+    meta = read_yaml(meta_path, CheckpointError)
     try:
         config, checkpoint = package / meta["yaml_files"]["train_config"], package / meta["files"]["model_file"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{meta_path} is not the description of an ESPnet codec: expected yaml_files.train_config and "
-            f"files.model_file, got {meta!r}"
+            f"files.model_file, got {shown(meta)}"
         ) from error
     for path in (config, checkpoint) if weights_needed else (config,):
         if not path.is_file():
@@ -170,13 +171,6 @@ def _only_file(package: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-
-
 def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
@@ -192,11 +186,12 @@ def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
 
 def _build(config: Path) -> torch.nn.Module:
     """The GAN codec that ``config`` describes, with random weights, on the CPU, without its discriminator."""
-    arguments = _read_yaml(config)
+    arguments = read_yaml(config, CheckpointError)
     if not isinstance(arguments, Mapping) or "codec" not in arguments or "codec_conf" not in arguments:
         raise CheckpointError(f"{config} is not the config.yaml of an ESPnet GAN codec: it lacks codec and codec_conf")
     try:
-        from espnet2.bin.gan_codec_inference import AudioCoding
+        with nothing_fetched():
+            from espnet2.bin.gan_codec_inference import AudioCoding
     except ImportError as error:
         raise ConfigError(f"this codec needs ESPnet, which cannot be imported ({error}); run tools/setup.sh") from error
     from typeguard import TypeCheckError

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from espnet2_vllm.codec.base import CodecDescription
-from espnet2_vllm.errors import ConfigError
+from espnet2_vllm.errors import ConfigError, shown
 
 # ESPnet's default of codec_max_token_per_frame (DiscreteAudioIO) and of max_token_per_frame (CodecTokenizer).
 _DEFAULT_TOKENS_PER_FRAME = 8
@@ -83,7 +83,7 @@ def codec_from_tokenizer(
 
 def _require_mapping(block: Any, where: str) -> None:
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{where}: expected a mapping that describes the codec, got {block!r}")
+        raise ConfigError(f"{where}: expected a mapping that describes the codec, got {shown(block)}")
 
 
 def _refuse_unknown(keys: Iterable[Any], known: tuple[str, ...], where: str) -> None:
@@ -91,27 +91,27 @@ def _refuse_unknown(keys: Iterable[Any], known: tuple[str, ...], where: str) -> 
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{where}: unknown key {key!r}, valid keys are {list(known)}{hint}")
+            raise ConfigError(f"{where}: unknown key {shown(key)}, valid keys are {list(known)}{hint}")
 
 
 def _kind(block: Mapping[str, Any], kinds: dict[str, str], where: str) -> str:
     choice = block.get("codec_choice")
     if not isinstance(choice, str) or choice not in kinds:
-        raise ConfigError(f"{where}: codec_choice {choice!r} is not supported here; expected one of {list(kinds)}")
+        raise ConfigError(f"{where}: codec_choice {shown(choice)} is not supported here; expected one of {list(kinds)}")
     return kinds[choice]
 
 
 def _string(block: Mapping[str, Any], key: str, where: str) -> str | None:
     value = block.get(key)
     if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{where}: {key} must be a path or a tag, got {value!r}")
+        raise ConfigError(f"{where}: {key} must be a path or a tag, got {shown(value)}")
     return value
 
 
 def _positive(block: Mapping[str, Any], key: str, where: str) -> int | None:
     value = block.get(key)
     if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"{where}: {key} must be a positive integer, got {value!r}")
+        raise ConfigError(f"{where}: {key} must be a positive integer, got {shown(value)}")
     return value
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from .memory import described, memory_by_owner
+from .rendezvous import without_port
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +16,10 @@ class SpeechWorker:
 
     Our predictions over prompts take the place of the runner's prompt log-probabilities.
     """
+
+    def init_device(self) -> None:
+        self.distributed_init_method = without_port(self.distributed_init_method, self.vllm_config.parallel_config)
+        super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

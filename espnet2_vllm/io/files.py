@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,26 @@ def check_another_folder(output_dir: Path, data_dir: Path) -> None:
     """ConfigError if what is read lies where is to be written under the same names."""
     if output_dir.resolve() == data_dir.resolve():
         raise ConfigError(f"--output-dir {output_dir}: is --data-dir, whose files would be replaced")
+
+
+def open_own(path: str | os.PathLike, mode: str) -> IO:
+    """Opens a file that this program keeps (a lock, a journal, an archive that grows), and never what a link points to.
+
+    Whoever can write to a shared folder could otherwise have any file of the user's emptied or added to.
+
+    Raises:
+        ConfigError: if ``path`` is a symbolic link.
+        OSError: where the file system refuses.
+    """
+    try:
+        return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{path}: is a symbolic link to {os.readlink(path)!r}, which is not written to; expected a file of this "
+            "package's own; remove the link"
+        ) from error
 
 
 @contextlib.contextmanager

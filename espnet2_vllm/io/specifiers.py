@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
+from ..safe_yaml import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -130,17 +129,14 @@ def read_registry(value: str) -> dict[str, Path]:
         if not path.is_file():
             log.warning("%s: no such file, named by %s", path, REGISTRY)
             continue
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: no yaml that can be read: {error}") from error
+        content = read_yaml(path, ConfigError)
         if not isinstance(content, dict):
             raise ConfigError(
                 f"{path}: expected a mapping of names to {{path: dataset.json}}, got {type(content).__name__}"
             )
         for dataset, entry in content.items():
             if not (isinstance(entry, dict) and isinstance(entry.get("path"), str)):
-                raise ConfigError(f"{path}: data set {dataset} is {entry!r}, expected {{path: dataset.json}}")
+                raise ConfigError(f"{path}: data set {dataset} is {shown(entry)}, expected {{path: dataset.json}}")
             if dataset in found:
                 log.warning("data set %s: %s wins over an earlier registry", dataset, path)
             here = Path(entry["path"])

@@ -124,7 +124,11 @@ DAMAGE = {
         lambda d: change_json(d / "speechlm.json", lambda c: c.update(tensors=3)),
         "cannot be read",
     ),
-    "index of another kind": (lambda d: change_json(d / INDEX, lambda c: c.update(weight_map="x")), "cannot be read"),
+    "index of another kind": (lambda d: change_json(d / INDEX, lambda c: c.update(weight_map="x")), "cannot read"),
+    "index to elsewhere": (
+        lambda d: change_json(d / INDEX, lambda c: c["weight_map"].update({"model.norm.weight": f"../x/{SHARD}"})),
+        "the file of 'model.norm.weight' is '../x/.*expected a file below its folder",
+    ),
     "nested": (lambda d: (d / "speechlm.json").write_text("[" * 100_000), "cannot read .*speechlm.json"),
 }
 

@@ -286,38 +286,24 @@ def _named_slots(
 
 
 def bagpiper_offsets(
-    sizes: Mapping[str, int], *, vocab_order: str = "name", source: str = "train.yaml"
+    sizes: Mapping[str, int], *, vocab_order: str = "yaml", source: str = "train.yaml"
 ) -> dict[str, int]:
     """First id of each discrete IO, text included.
 
-    ESPnet gives ids by name: specials, ``text``, then the remaining discrete IOs sorted by name. Older revisions followed the
-    order of the yaml's keys, so a yaml in which both rules differ is ambiguous.
+    ESPnet gives ids in the order of the yaml's keys (``SpeechLMJobTemplate._build_vocabulary``).
 
     Args:
         sizes: ids per discrete IO in the order of the yaml's keys.
-        vocab_order: ``name``, or ``yaml`` to follow the order of the keys.
+        vocab_order: ``yaml``; or ``name`` for text first, then the others sorted by name, whatever the order of the keys.
 
     Raises:
-        CheckpointError: if both rules give different ids and ``vocab_order`` is ``name``.
+        CheckpointError: if there is no text, or ``vocab_order`` is neither.
     """
     _expect("text" in sizes, f"{source}: multimodal_io has no 'text' among its discrete IOs {', '.join(sizes)}")
     _expect(vocab_order in ("name", "yaml"), f"vocab_order is {vocab_order!r}, expected 'name' or 'yaml'")
-
-    def offsets(names: Sequence[str]) -> dict[str, int]:
-        start, result = NUM_SPECIALS, {}
-        for name in names:
-            result[name] = start
-            start += sizes[name]
-        return result
-
-    by_yaml = offsets(list(sizes))
-    by_name = offsets(["text", *sorted(name for name in sizes if name != "text")])
-    if vocab_order == "yaml":
-        return by_yaml
-    _expect(
-        by_name == by_yaml,
-        f"{source}: the keys of multimodal_io stand in the order {', '.join(sizes)}, which by ESPnet's older rule gives other "
-        f"ids than the rule by name ({by_yaml} against {by_name}). Say vocab_order: yaml if the checkpoint was trained by the "
-        "older rule, or reorder the keys if not.",
-    )
-    return by_name
+    names = list(sizes) if vocab_order == "yaml" else ["text", *sorted(name for name in sizes if name != "text")]
+    start, result = NUM_SPECIALS, {}
+    for name in names:
+        result[name] = start
+        start += sizes[name]
+    return result

@@ -95,7 +95,7 @@ class SpeechLM:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *, model_file: str | Path | None = None, vocab_order: str = "name", **options: Any
+        cls, name: str | Path, *, model_file: str | Path | None = None, vocab_order: str = "yaml", **options: Any
     ) -> SpeechLM:
         """Opens a checkpoint.
 

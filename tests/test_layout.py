@@ -65,13 +65,12 @@ def test_bagpiper_masks(path):
     assert list(layout.codec_streams) == list(range(layout.num_streams))
 
 
-def test_order_of_yaml_keys_must_not_matter():
+def test_ids_follow_the_keys_of_the_yaml_or_their_names():
     by_name = {"text": 10, "discrete_audio": 20, "other": 5}
     assert bagpiper_offsets(by_name) == {"text": 256, "discrete_audio": 266, "other": 286}
-    swapped = {"text": 10, "other": 5, "discrete_audio": 20}
-    with pytest.raises(CheckpointError, match="vocab_order: yaml"):
-        bagpiper_offsets(swapped)
-    assert bagpiper_offsets(swapped, vocab_order="yaml") == {"text": 256, "other": 266, "discrete_audio": 271}
+    swapped = {"other": 5, "discrete_audio": 20, "text": 10}
+    assert bagpiper_offsets(swapped) == {"other": 256, "discrete_audio": 261, "text": 281}
+    assert bagpiper_offsets(swapped, vocab_order="name") == bagpiper_offsets(by_name)
     with pytest.raises(CheckpointError, match="vocab_order"):
         bagpiper_offsets(swapped, vocab_order="keys")
     with pytest.raises(CheckpointError, match="no 'text'"):

@@ -44,3 +44,16 @@ def heard(io, wavs) -> list[torch.Tensor]:
     vectors = io.encode_batch(features, lengths)
     assert [len(v) for v in vectors] == [rows for _, (rows, _), _ in found]
     return list(vectors)
+
+
+def job_of(folder: pathlib.Path, monkeypatch):
+    """ESPnet's job of ``train.yaml`` in ``folder``, which becomes the working directory: its IOs, and what makes its model."""
+    import yaml
+    from espnet2.speechlm.model.speechlm.speechlm_job import SpeechLMJobTemplate
+
+    arguments = yaml.safe_load((folder / "train.yaml").read_text(encoding="utf-8"))
+    encoder = arguments["multimodal_io"].get("continuous_audio", {}).get("encoder_hf_model_tag")
+    if encoder is not None and not (folder / encoder / "model.safetensors").is_file():
+        omni_folder(folder, encoder)
+    monkeypatch.chdir(folder)
+    return SpeechLMJobTemplate(arguments, is_train=False)

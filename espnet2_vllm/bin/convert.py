@@ -34,10 +34,10 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-order",
         "--vocab_order",
-        choices=("name", "yaml"),
-        default="name",
-        help="order of the ids in a Bagpiper vocabulary: by name (ESPnet's rule), or by the keys of the training yaml "
-        "(checkpoints of older ESPnet); default: %(default)s",
+        choices=("yaml", "name"),
+        default="yaml",
+        help="order of the ids in a Bagpiper vocabulary: that of the keys of multimodal_io in the training yaml, or text first and "
+        "the others by name, where the keys were sorted later; must agree with vocab_intervals there; default: %(default)s",
     )
     parser.add_argument(
         "--shard-size",

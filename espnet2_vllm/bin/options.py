@@ -116,9 +116,10 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     option("espnet_python", help="espnet: its Python (default: the variable ESPNET_PYTHON, or this Python)")
     option(
         "vocab_order",
-        choices=("name", "yaml"),
-        default="name",
-        help="Order of a Bagpiper vocabulary: by name, or by the keys of the training yaml (checkpoints of older ESPnet)",
+        choices=("yaml", "name"),
+        default="yaml",
+        help="Order of a Bagpiper vocabulary: that of the keys of multimodal_io in the training yaml, or text first and the others "
+        "by name; must agree with vocab_intervals there",
     )
     option(
         "device", help="Device of the pytorch backend and of the codec; by default the GPU where there is one to use"

@@ -4,6 +4,9 @@ Source: espnet2/speechlm/model/speechlm/speechlm_job.py, lm/parallel.py, multimo
 """
 
 import dataclasses
+import functools
+import logging
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,13 @@ from .sources import Source, require
 _CODECS = {"xcodec": xcodec_part, "espnet": espnet_codec_in_checkpoint}
 _DISCRETE = ("text", "discrete_audio")
 _CONTINUOUS = "continuous_audio"
+_RECORD = "vocab_intervals"  # key of the yaml, written by ESPnet's trainer
 _ENCODER_DTYPE = "bfloat16"  # default of ContinuousAudioIO
 
+log = logging.getLogger(__name__)
 
-def describe(source: Source, *, vocab_order: str = "name") -> Description:
+
+def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
     """The description of a Bagpiper checkpoint.
 
     ``vocab_order``: ``name`` or ``yaml``, see ``layout.bagpiper_offsets``.
@@ -45,7 +51,7 @@ def describe(source: Source, *, vocab_order: str = "name") -> Description:
     text_size = _text_size(backbone, tokenizer, tokenizer_name, name, where)
     description = codec_from_discrete_audio(ios["discrete_audio"], where=f"{where}: multimodal_io.discrete_audio")
     codec, stream_sizes = _CODECS[description.kind](description, source.base_dir)
-    layout = _layout(ios, text_size, stream_sizes, vocab_order, where)
+    layout = _layout(arguments, text_size, stream_sizes, vocab_order, where)
     continuous = _continuous(source, ios[_CONTINUOUS], backbone.hidden_size) if _CONTINUOUS in ios else None
     conf = arguments["model"].get("model_conf") or {}
     if not isinstance(conf, Mapping):
@@ -65,7 +71,7 @@ def describe(source: Source, *, vocab_order: str = "name") -> Description:
         codec=codec,
         continuous_audio=continuous,
         files=_files(directory, tokenizer, codec, continuous),
-        notes=_missing_encoder(continuous),
+        notes=(*_order_notes(arguments, layout, where), *_missing_encoder(continuous)),
     )
 
 
@@ -110,7 +116,10 @@ def _text_size(backbone: Any, tokenizer: Path, tokenizer_name: str, name: str, w
     return size
 
 
-def _layout(ios: Mapping[str, Any], text_size: int, stream_sizes: list[int], vocab_order: str, where: Path) -> Layout:
+def _layout(
+    arguments: Mapping[str, Any], text_size: int, stream_sizes: list[int], vocab_order: str, where: Path
+) -> Layout:
+    ios = arguments["multimodal_io"]
     sizes = {"text": text_size, "discrete_audio": sum(stream_sizes)}
     offsets = bagpiper_offsets(
         {name: sizes[name] for name in ios if name in sizes}, vocab_order=vocab_order, source=str(where)
@@ -118,11 +127,55 @@ def _layout(ios: Mapping[str, Any], text_size: int, stream_sizes: list[int], voc
     text, audio = offsets["text"], offsets["discrete_audio"]
     plain = Layout.bagpiper(text_size, stream_sizes)
     shift = audio - plain.streams[0].start
-    return dataclasses.replace(
+    layout = dataclasses.replace(
         plain,
         text=Span(text, text + text_size),
         streams=tuple(Span(span.start + shift, span.stop + shift) for span in plain.streams),
     )
+    _check_record(arguments.get(_RECORD), layout, vocab_order, where)
+    return layout
+
+
+def _check_record(record: Any, layout: Layout, vocab_order: str, where: Path) -> None:
+    """Raises CheckpointError if ESPnet's trainer wrote down other ids into the yaml than ``layout`` has."""
+    if record is None:
+        return
+    streams = [list(span) for span in layout.streams]
+    ours = {"special_token": [[0, NUM_SPECIALS]], "text": [list(layout.text)], "discrete_audio": streams}
+    try:
+        theirs = {name: [[int(start), int(stop)] for start, stop in spans] for name, spans in record.items()}
+        order = sorted(theirs, key=lambda name: theirs[name][0])
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{where}: {_RECORD} is {reprlib.repr(record)}, expected [[first id, id behind the last], ...] for "
+            f"each of {', '.join(ours)}"
+        ) from error
+    if theirs == ours:
+        return
+    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    said = "; ".join(f"{name}: {theirs.get(name)} recorded, {ours.get(name)} here" for name in differing)
+    raise CheckpointError(
+        f"{where}: {_RECORD} records the ids in the order {', '.join(order)}, but by --vocab-order {vocab_order} they are in the "
+        f"order {', '.join(sorted(ours, key=lambda name: ours[name][0]))} ({said}). Put the keys of multimodal_io back into the "
+        "order that they were trained in (were they sorted when the yaml was saved again?), or name it with --vocab-order"
+    )
+
+
+def _order_notes(arguments: Mapping[str, Any], layout: Layout, where: Path) -> tuple[str, ...]:
+    """Said where nothing confirms an order that a sorted yaml would have as well."""
+    if _RECORD in arguments or layout.text.start == NUM_SPECIALS:
+        return ()
+    note = (
+        f"audio has the ids before text, since {where.name} names discrete_audio first and has no {_RECORD}; if its keys were "
+        "sorted after training, nothing recognisable will be decoded: --vocab-order name"
+    )
+    _warn_once(f"{where}: {note}")
+    return (note,)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _sum(text_size: int, stream_sizes: list[int], layout: Layout) -> str:

@@ -30,7 +30,7 @@ def ensure_converted(
     model_file: str | Path | None = None,
     *,
     cache: bool = True,
-    vocab_order: str = "name",
+    vocab_order: str = "yaml",
     family: str | None = None,
 ) -> Checkpoint:
     """The checkpoint that ESPnet would decode with these two files, converted on first use.

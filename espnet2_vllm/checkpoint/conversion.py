@@ -41,7 +41,7 @@ def convert(
     *,
     model_file: str | Path | None = None,
     train_config: str | Path | None = None,
-    vocab_order: str = "name",
+    vocab_order: str = "yaml",
     shard_size: int = SHARD_SIZE,
     dtype: str = KEEP,
     family: str | None = None,
@@ -50,7 +50,8 @@ def convert(
 
     Args:
         model_file, train_config: where ``src`` holds several, or they lie elsewhere.
-        vocab_order: ``name``, or ``yaml`` for a Bagpiper model whose ids follow the order of the yaml's keys.
+        vocab_order: of the ids of a Bagpiper model: ``yaml``, that of the yaml's keys; ``name``, text first and the others by name.
+            A yaml's own record of it (``vocab_intervals``) must agree.
         shard_size: bytes of a weight file at most.
         dtype: ``keep``, or the dtype to round the language model to. The codec is kept as it is.
         family: refuse a checkpoint of another family.
@@ -72,7 +73,7 @@ def convert(
 
 
 def convert_source(
-    source: Source, dst: Path, *, vocab_order: str = "name", shard_size: int = SHARD_SIZE, dtype: str = KEEP
+    source: Source, dst: Path, *, vocab_order: str = "yaml", shard_size: int = SHARD_SIZE, dtype: str = KEEP
 ) -> Report:
     """``convert`` for files that have been found already."""
     description = describe(source, vocab_order=vocab_order)

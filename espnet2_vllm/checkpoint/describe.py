@@ -12,7 +12,7 @@ from ..layout import Layout
 from .expected import ARCHITECTURES, Shapes, read_hf_config
 from .sources import Source
 
-VOCAB_ORDERS = ("name", "yaml")
+VOCAB_ORDERS = ("yaml", "name")
 _TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_MORE = ("spiece.model", "sentencepiece*.model", "chat_template*", "config.json")
 
@@ -76,7 +76,7 @@ class Description:
     notes: tuple[str, ...] = ()
 
 
-def describe(source: Source, *, vocab_order: str = "name") -> Description:
+def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
     """Read the yaml of ``source`` and what it names. Raises CheckpointError or ConfigError with file and key."""
     from . import bagpiper, opuslm
 

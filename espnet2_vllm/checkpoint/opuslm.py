@@ -33,7 +33,7 @@ _ONLY = {
 }
 
 
-def describe(source: Source, *, vocab_order: str = "name") -> Description:
+def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
     """The description of an OpusLM checkpoint. ``vocab_order`` has no meaning here: ids come from ``token_list``."""
     arguments, where = source.arguments, source.train_config
     for key, value in _ONLY.items():

@@ -233,9 +233,10 @@ def test_vocab_order_option(tmp_path):
         ("  text:\n    tokenizer_name: backbone\n", ""),
         ("model:\n  model_choice", "  text:\n    tokenizer_name: backbone\nmodel:\n  model_choice"),
     )
-    assert convert_command.main([str(folder), str(tmp_path / "converted")]) == 1
-    assert convert_command.main([str(folder), str(tmp_path / "converted"), "--vocab_order", "yaml"]) == 0
-    assert open_checkpoint(tmp_path / "converted").layout.streams[0].start == 256
+    assert convert_command.main([str(folder), str(tmp_path / "by_keys")]) == 0
+    assert open_checkpoint(tmp_path / "by_keys").layout.streams[0].start == 256
+    assert convert_command.main([str(folder), str(tmp_path / "by_name"), "--vocab_order", "name"]) == 0
+    assert open_checkpoint(tmp_path / "by_name").layout.text.start == 256
 
 
 @pytest.mark.parametrize("command", ["convert", "check"])

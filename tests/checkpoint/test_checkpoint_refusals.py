@@ -145,19 +145,63 @@ def swap_keys(folder):
     assert (folder / "train.yaml").read_text(encoding="utf-8") != text
 
 
-def test_ambiguous_vocabulary_order(tmp_path):
+def test_audio_before_text_is_read_and_said(tmp_path, caplog):
     folder = copy_of("bagpiper", tmp_path, "qwen3-s8-cb64")
     layout = golden_layout(folder)
     swap_keys(folder)
-    refused(folder, "discrete_audio, text, .*vocab_order: yaml")
-    report = convert(folder, tmp_path / "converted", vocab_order="yaml")
+    report = convert(folder, tmp_path / "converted")
     other = open_checkpoint(tmp_path / "converted").layout
     assert other.vocab_size == layout.vocab_size
     assert other.streams[0].start == 256
     assert other.streams[-1].stop == other.text.start == 256 + 8 * 65
     assert other.text.size == layout.text.size
-    assert "vocab_order: yaml" not in report.lines[0]
     assert open_checkpoint(tmp_path / "converted").source["vocab_order"] == "yaml"
+    warning = "names discrete_audio first and has no vocab_intervals"
+    assert warning in caplog.text and any(warning in line for line in report.lines)
+    convert(folder, tmp_path / "by_name", vocab_order="name")
+    assert open_checkpoint(tmp_path / "by_name").layout == layout
+
+
+def record(folder, layout):
+    """``vocab_intervals`` of ``layout``, at the end of the yaml, as ESPnet's trainer writes it."""
+    streams = [list(span) for span in layout.streams]
+    kept = {"special_token": [[0, 256]], "text": [list(layout.text)], "discrete_audio": streams}
+    with open(folder / "train.yaml", "a", encoding="utf-8") as file:
+        file.write(f"vocab_intervals: {json.dumps(kept)}\n")
+
+
+def test_the_recorded_ids_outrank_keys_and_option(tmp_path, caplog):
+    folder = copy_of("bagpiper", tmp_path, "qwen3-s8-cb64")
+    layout = golden_layout(folder)
+    record(folder, layout)
+    convert(folder, tmp_path / "as_recorded")
+    assert open_checkpoint(tmp_path / "as_recorded").layout == layout
+    swap_keys(folder)
+    refused(
+        folder,
+        r"vocab_intervals records the ids in the order special_token, text, discrete_audio, but by --vocab-order yaml they are in "
+        r"the order special_token, discrete_audio, text \(text: \[\[256, 712\]\] recorded, \[\[776, 1232\]\] here",
+    )
+    convert(folder, tmp_path / "by_name", vocab_order="name")
+    assert open_checkpoint(tmp_path / "by_name").layout == layout
+    swapped = copy_of("bagpiper", tmp_path / "swapped", "qwen3-s8-cb64")
+    swap_keys(swapped)
+    convert(swapped, tmp_path / "first")
+    caplog.clear()
+    record(swapped, open_checkpoint(tmp_path / "first").layout)
+    convert(swapped, tmp_path / "second")
+    assert open_checkpoint(tmp_path / "second").layout.streams[0].start == 256
+    assert "no vocab_intervals" not in caplog.text
+    with pytest.raises(CheckpointError, match="order special_token, discrete_audio, text, but by --vocab-order name"):
+        convert(swapped, tmp_path / "third", vocab_order="name")
+
+
+@pytest.mark.parametrize("wrong", ["text", "{text: 3}", "{text: [[a, b]]}", "{text: []}", "[[0, 256]]"])
+def test_a_record_of_another_kind_is_named(wrong, tmp_path):
+    folder = copy_of("bagpiper", tmp_path, "qwen3-s8-cb64")
+    with open(folder / "train.yaml", "a", encoding="utf-8") as file:
+        file.write(f"vocab_intervals: {wrong}\n")
+    refused(folder, r"train.yaml: vocab_intervals is .*, expected \[\[first id, id behind the last\]")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +335,7 @@ def test_arguments(tmp_path):
     with pytest.raises(ConfigError, match="dtype 'int4': expected one of keep, bfloat16"):
         convert(folder, tmp_path / "converted", dtype="int4")
     for family in ("opuslm", "bagpiper"):
-        with pytest.raises(ConfigError, match="vocab_order 'nme': expected one of name, yaml"):
+        with pytest.raises(ConfigError, match="vocab_order 'nme': expected one of yaml, name"):
             convert(copy_of(family, tmp_path / family), tmp_path / "converted", vocab_order="nme")
     with pytest.raises(ConfigError, match="shard size 0"):
         convert(folder, tmp_path / "converted", shard_size=0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine import channel
+from ..engine.attention import set_attention
 from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
@@ -151,6 +152,8 @@ class VllmEngine:
             raise ConfigError(f"vLLM refused the engine options {options}: {error}") from error
         check_options(config, cpu=cpu)
         check_symbols(self.version, cpu=cpu, v2=config.use_v2_model_runner)
+        if not cpu:
+            set_attention(config)
         return config
 
     def _prepare_environment(self, cpu: bool, dtype: str, ranks: int) -> None:

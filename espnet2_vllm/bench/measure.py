@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,13 @@ from ..protocol import Sampling
 from .cost import Peaks, Shape, Work, head_columns, use_of
 from .geometry import Geometry
 from .profile import profile_steps
-from .systems import PLAIN, PYTORCH, System
+from .systems import PLAIN, PYTORCH, SAME, System
 from .timing import Trace
 from .workload import Unit, Workload, plain_unit, random_prompt, run_units, speech_unit
 
 log = logging.getLogger(__name__)
 
-_WARM_UP = (16, 32)  # prompt and output rows of a run that compiles and fills what a load of this size needs
+_WARM_UP = 32  # output rows of a run that compiles and fills what a load needs; its prompts are as many and as long
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Settings:
 
     def loads(self, system: str) -> list[Load]:
         """For ``system``: plain text knows no workloads, and the sequential backend no requests in flight."""
-        if system == PLAIN:
+        if system in (PLAIN, SAME):
             return [Load(None, 1.0, n, *lengths) for lengths in self.lengths for n in self.in_flight]
         kinds = [
             (workload, scale)
@@ -106,7 +106,7 @@ class Measurement:
         self.system, self.geometry, self.settings, self.peaks = system, geometry, settings, peaks
         self._shape = Shape.of(geometry.backbone)
         self._runs = itertools.count()
-        self._warm: set[tuple[Any, ...]] = set()
+        self._warm: set[Load] = set()
 
     def cells(self) -> Iterator[dict[str, Any]]:
         """One dictionary a load: the load, and what was measured or why the system refused it (``refused``)."""
@@ -129,11 +129,10 @@ class Measurement:
     def _measure(self, load: Load) -> dict[str, Any]:
         if load.guidance != 1 and self.geometry.layout.family == "opuslm":
             raise ConfigError("the opuslm family has no guidance")
-        key = (load.workload, load.guidance, load.in_flight)
-        if key not in self._warm:
-            prompt, output = (min(pair) for pair in zip(_WARM_UP, (load.prompt, load.output), strict=True))
-            self._run(Load(load.workload, load.guidance, load.in_flight, prompt, output))
-            self._warm.add(key)
+        warm = replace(load, output=min(_WARM_UP, load.output))
+        if warm not in self._warm:
+            self._run(warm)
+            self._warm.add(warm)
         runs = [self._run(load) for _ in range(self.settings.repeat)]
         runs.sort(key=lambda run: run["rows_per_s"])
         measured = runs[len(runs) // 2] | {"rows_per_s_all": [run["rows_per_s"] for run in runs]}

@@ -10,7 +10,11 @@ from typing import Any
 from ..errors import ConfigError
 from .systems import ENGINE, PYTORCH, TITLES
 
-_STYLES = {"engine": {"marker": "o"}, "plain": {"marker": "s", "linestyle": "--", "color": "0.4"}}
+_STYLES = {
+    "engine": {"marker": "o"},
+    "plain": {"marker": "s", "linestyle": "--", "color": "0.4"},
+    "plain-same": {"marker": "^", "linestyle": "-.", "color": "0.6"},
+}
 
 
 def check_matplotlib() -> None:

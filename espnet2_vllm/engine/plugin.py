@@ -1,4 +1,4 @@
-"""Entry point of the group ``vllm.general_plugins``: makes the model classes known. vLLM calls it in each of its processes."""
+"""Entry point of the group ``vllm.general_plugins``: makes model classes and attention known. vLLM calls it in each process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ def register() -> None:
     """Registers lazily by name, so that nothing heavy is imported and no device is touched here; may be called often."""
     from vllm import ModelRegistry
 
+    from .attention import register_own
     from .compat import let_modules_be_scanned
 
     _set_up_logging()
     let_modules_be_scanned()
+    register_own()
     known = ModelRegistry.get_supported_archs()
     for name in ARCHITECTURES:
         if name not in known:

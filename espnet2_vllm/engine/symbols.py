@@ -38,7 +38,7 @@ COMMON = {
     "vllm.model_executor.models.qwen3:Qwen3ForCausalLM": "compute_logits load_weights | vllm_config prefix",
     "vllm.model_executor.models.transformers:TransformersForCausalLM": "compute_logits load_weights model recursive_replace "
     "| vllm_config prefix",
-    "vllm.platforms:current_platform": "is_cpu",
+    "vllm.platforms:current_platform": "is_cpu is_cuda get_device_capability",
     "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
     "vllm.utils.hashing:get_hash_fn_by_name": "",
     "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys": "",
@@ -76,6 +76,19 @@ V2_RUNNER = {
     "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker": "add_request remove_request compute_prompt_logprobs",
     "vllm.v1.worker.gpu.input_batch:InputBatch": "req_ids num_reqs num_tokens num_tokens_after_padding input_ids positions "
     "idx_mapping idx_mapping_np query_start_loc query_start_loc_np seq_lens num_computed_tokens_np num_scheduled_tokens",
+}
+# Needed only where this package's attention is chosen.
+ATTENTION = {
+    "vllm.v1.attention.backend:AttentionCGSupport": "UNIFORM_SINGLE_TOKEN_DECODE",
+    "vllm.v1.attention.backend:AttentionType": "DECODER",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend": "supports_dtype",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": "alibi_slopes logits_soft_cap sinks head_size scale forward",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "num_heads_q num_heads_kv headdim max_cudagraph_size "
+    "build | kv_cache_spec layer_names vllm_config device",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM get_path is_overridden",
+    "vllm.v1.attention.backends.registry:register_backend": "",
+    "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "| q k v out cu_seqlens_q max_seqlen_q seqused_k "
+    "max_seqlen_k softmax_scale causal window_size block_table softcap q_descale k_descale v_descale",
 }
 GPU_WORKER = {"vllm.v1.worker.gpu_worker:Worker": "init_device load_model execute_model vllm_config model_runner"}
 

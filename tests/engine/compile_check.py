@@ -29,6 +29,7 @@ driver.set_active(Hopper())
 
 from espnet2_vllm.bench.geometry import opuslm_layout  # noqa: E402
 from espnet2_vllm.engine.core import SpeechCore, SpeechWeights  # noqa: E402
+from espnet2_vllm.engine.decode_attention import PLANS, Workspace, decode_attention  # noqa: E402
 from espnet2_vllm.engine.fused import FusedStep  # noqa: E402
 from espnet2_vllm.layout import Layout  # noqa: E402
 
@@ -59,6 +60,25 @@ def main() -> None:
         slots, starts = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
         fused.embed(torch.zeros(4, HIDDEN, dtype=torch.bfloat16), ids, positions, slots, starts)
         print(f"{name}: {len(compiled)} variants of {len({kernel for kernel, _ in compiled})} kernels", flush=True)
+    compiled.clear()
+    for group, head_size in PLANS:
+        for dtype in (torch.bfloat16, torch.float32):
+            attend(group, head_size, dtype)
+    print(f"attention: {len(compiled)} variants of {len({kernel for kernel, _ in compiled})} kernels", flush=True)
+
+
+def attend(group: int, head_size: int, dtype: torch.dtype) -> None:
+    """In parts and whole."""
+    cache = torch.zeros(4, 16, 2, 2 * head_size, dtype=dtype)
+    queries = torch.zeros(SLOTS, 2 * group, head_size, dtype=dtype)
+    table = torch.zeros(SLOTS, 4, dtype=torch.int32)
+    lengths, starts = torch.zeros(SLOTS, dtype=torch.int32), torch.zeros(SLOTS + 1, dtype=torch.int32)
+    space = Workspace(SLOTS, 2 * group, 2, head_size, queries.device)
+    for splits in (1, None):
+        decode_attention(
+            torch.zeros_like(queries), queries, *cache.split(head_size, dim=-1), table, lengths, starts, 1.0, space,
+            splits=splits,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

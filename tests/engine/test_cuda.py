@@ -84,6 +84,26 @@ def test_no_step_waits_for_the_device(family, caplog):
     assert steps > 100
 
 
+@pytest.mark.parametrize("attention", ["chosen", "TRITON_ATTN"])
+@pytest.mark.parametrize("family", MODELS)
+def test_recorded_cases_with_each_attention(family, attention, caplog):
+    """In float32, in which what is chosen takes prompts to vLLM's kernel and single rows to this package's."""
+    caplog.set_level(logging.INFO)
+    paths = golden_files(f"{family}/{MODELS[family]}/cases/*.json")
+    options = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**28, "max_num_seqs": 16}
+    if attention != "chosen":
+        options["attention_backend"] = attention
+    model = Model(paths[0].parent.parent, "vllm", **options)
+    try:
+        wrong = [str(verdict) for verdict in (replay(model, path) for path in paths) if verdict.verdict != EXACT]
+    finally:
+        model.engine.close()
+    assert not wrong
+    (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("attention: "))
+    ours = attention == "chosen" and torch.cuda.get_device_capability() == (9, 0)
+    assert line.startswith("attention: this package's") == ours, line
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("way", ["tensor_parallel_size", "data_parallel_size"])
 @pytest.mark.parametrize("family", MODELS)

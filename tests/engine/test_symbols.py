@@ -14,7 +14,7 @@ from espnet2_vllm.engine import compat, symbols  # noqa: E402
 from espnet2_vllm.errors import EngineError  # noqa: E402
 
 PACKAGE = REPO / "espnet2_vllm"
-TABLES = {**symbols.COMMON, **symbols.V1_RUNNER, **symbols.V2_RUNNER, **symbols.GPU_WORKER}
+TABLES = {**symbols.COMMON, **symbols.V1_RUNNER, **symbols.V2_RUNNER, **symbols.GPU_WORKER, **symbols.ATTENTION}
 # Used only where they are known to be there: the one version that ``compat.steady_rows_known`` names.
 OWN_VERSION = {"enable_return_routed_experts"}
 ENGINE_FILES = [path for folder in ("engine", "backends", "codec") for path in sorted((PACKAGE / folder).glob("*.py"))]
@@ -88,6 +88,9 @@ BASES = {
     "SpeechModelState": "vllm.v1.worker.gpu.model_states.default:DefaultModelState",
     "SpeechCPUWorker": "vllm.v1.worker.cpu_worker:CPUWorker",
     "SpeechGPUWorker": "vllm.v1.worker.gpu_worker:Worker",
+    "SpeechAttentionBackend": "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
+    "SpeechAttentionImpl": "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+    "SpeechAttentionMetadataBuilder": "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
 }
 
 

@@ -24,7 +24,7 @@ from .options import (
     run_command,
     seed,
 )
-from .speechlm_inference_chat import DTYPES, data_path, open_and_decode, run_espnet_on, take_over
+from .speechlm_inference_chat import DTYPES, KEY_FILE_HELP, open_and_decode, open_set, run_espnet_on, take_over
 from .utf8 import insist_on_utf8
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def get_parser() -> argparse.ArgumentParser:
     add(group, "num_workers", type=at_least(0), default=0, help="Accepted; there is no DataLoader")
     add(group, "batch_size", type=at_least(1), default=1, help="Accepted; the engine batches by itself")
     add(group, "data_path_and_name_and_type", action=Repeated, help="PATH/data.json,_,dataset_json; exactly one")
+    add(group, "key_file", type=Path, help=KEY_FILE_HELP)
     add(group, "train_config", help="Training configuration file, or a converted directory")
     add(group, "model_file", help="Model parameter file")
     add(group, "model_tag", help="A folder, or a tag of the hub; wins over train_config and model_file")
@@ -133,13 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Decodes one set. Everything that can be wrong with settings and files is looked at before the engine starts."""
-    from ..io.data_json import open_data_json
     from ..io.results_opuslm import LegacyWriter
 
     if args.backend == ESPNET:
         return run_espnet_on("espnet2.bin.speechlm_inference", get_parser(), args, given)
     config = _settings(args, given)
-    data = open_data_json(data_path(args.data_path_and_name_and_type))
+    data = open_set(args)
     if data.task.chat:
         raise ConfigError(
             f"{data.path} holds dialogues, which ESPnet's older decoder cannot decode; use espnet2_vllm.bin.speechlm_inference_chat"

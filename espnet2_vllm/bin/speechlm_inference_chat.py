@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+KEY_FILE_HELP = "Decode only the keys of this file, <task>_<id> one a line, in the order of the data.json"
 _SHAPES_FILES = (
     "nproc",
     "num_workers",
@@ -77,6 +78,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add(group, "nbest", type=at_least(1), help="Number of hypotheses to return; 1 if neither this nor the yaml says")
     add(group, "data_path_and_name_and_type", action=Repeated, help="PATH/data.json,_,dataset_json; exactly one")
+    add(parser.add_argument_group("input"), "key_file", type=Path, help=KEY_FILE_HELP)
     add_decoding_options(parser)
     return parser
 
@@ -88,16 +90,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     """Decodes one set. Everything that can be wrong with settings and files is looked at before the engine starts."""
-    from ..io.data_json import open_data_json
-
     if args.backend == ESPNET:
         return run_espnet_on("espnet2.bin.speechlm_inference_chat", get_parser(), args, given)
     config = _settings(args, given)
-    data = open_data_json(data_path(args.data_path_and_name_and_type))
+    data = open_set(args)
     nbest = args.nbest or 1
     if data.task.chat and nbest > 1:
         raise ConfigError(f"nbest {nbest}: a dialogue ({data.path}) is decoded with nbest 1 only")
     return open_and_decode(args, config, data, nbest)
+
+
+def open_set(args: argparse.Namespace) -> DataJson:
+    """The set of ``--data_path_and_name_and_type``, of ``--key_file`` where that is given."""
+    from ..io.data_json import open_data_json, restricted
+
+    data = open_data_json(data_path(args.data_path_and_name_and_type))
+    return data if args.key_file is None else restricted(data, args.key_file)
 
 
 def open_and_decode(
@@ -123,7 +131,6 @@ def open_and_decode(
 def run_espnet_on(module: str, parser: argparse.ArgumentParser, args: argparse.Namespace, given: frozenset[str]) -> int:
     """Has ESPnet decode the set, with the options of this command line that are its own; the exit code."""
     from ..backends.espnet import espnet_command, keys_of_entry, run_espnet
-    from ..io.data_json import open_data_json
     from ..io.results_opuslm import DIALOGUE
     from ..reports.trees import read_turns
 
@@ -131,7 +138,8 @@ def run_espnet_on(module: str, parser: argparse.ArgumentParser, args: argparse.N
     for name, value in (("output_dir", args.output_dir), ("data_path_and_name_and_type", triplet)):
         if not value:
             raise ConfigError(f"--{name} is missing")
-    data = open_data_json(data_path(triplet))
+    args.data_path_and_name_and_type = triplet
+    data = open_set(args)
 
     def found() -> set[str]:
         if data.task.chat:

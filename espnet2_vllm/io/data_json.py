@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,26 @@ def open_data_json(path: Path, *, base_dir: Path | None = None) -> DataJson:
     listed = [Path(name) for name in listed]
     vocabularies = tuple(name if name.exists() else base_dir / name for name in listed)
     return DataJson(path, task, examples, sources, vocabularies)
+
+
+def restricted(data: DataJson, key_file: Path) -> DataJson:
+    """``data`` with those of its examples that ``key_file`` names, in the order of ``data`` (ESPnet ``ESPnetMultiTaskDataset``).
+
+    Args:
+        key_file: a key a line, ``<task>_<id>``, as ESPnet's ``make_example_list_speechlm.py`` writes them.
+
+    Raises:
+        DataError: naming the file, if it cannot be read, is empty, or has a key that is none of ``data``.
+    """
+    wanted = read_table(key_file)
+    if not wanted:
+        raise DataError(f"{key_file}: holds no key, there is nothing to decode")
+    if foreign := sorted(wanted.keys() - set(data.keys)):
+        raise DataError(
+            f"{key_file}: {len(foreign)} of its keys are none of {data.path}, such as {foreign[0]}; expected <task>_<id>, as in "
+            f"{data.keys[0]}"
+        )
+    return replace(data, examples=tuple(u for u, key in zip(data.examples, data.keys, strict=True) if key in wanted))
 
 
 def folder_of(path: Path, data: Mapping[str, Any]) -> Path:

@@ -178,6 +178,28 @@ def test_top_p_is_drawn_alike_by_both_command_lines_and_none_of_it_is_greedy(mod
     assert texts["old"] != texts["other"] and texts["old"] != texts["best"]
 
 
+def test_a_key_file_chooses_and_the_set_orders(model, tmp_path, caplog):
+    """As ESPnet's make_example_list_speechlm.py writes it; the same with both command lines."""
+    keys, uids = tmp_path / "keys.1", ["u00", "u01", "u02"]
+    keys.write_text(f"{ASR}_u02 and what else stands there\n\n{ASR}_u00\n", encoding="utf-8")
+    assert run(model, ASR, uids, tmp_path / "all") == 0
+    assert run(model, ASR, uids, tmp_path / "old", "--key_file", keys) == 0
+    kept = [line for line in lines(tmp_path / "all" / "text" / "text") if "_u01_" not in line]
+    assert lines(tmp_path / "old" / "text" / "text") == kept and len(kept) == 2
+    decode = yaml.safe_load((model / "decode_default.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "decode.yaml").write_text(json.dumps(decode), encoding="utf-8")
+    assert chat(model, tmp_path / "decode.yaml", model / f"{ASR}.json", tmp_path / "new", "--key-file", keys) == 0
+    assert [line.split()[0] for line in lines(tmp_path / "new" / "text" / "text")] == [line.split()[0] for line in kept]
+    for text, message in (
+        (f"{ASR}_u00\nu01\n", f"1 of its keys are none of {model / ASR}.json, such as u01; expected <task>_<id>"),
+        ("\n", "holds no key"),
+        (f"{ASR}_u00\n{ASR}_u00\n", "keys.1:2: key"),
+    ):
+        keys.write_text(text, encoding="utf-8")
+        caplog.clear()
+        assert run(model, ASR, uids, tmp_path / "bad", "--key_file", keys) == 1 and message in caplog.text
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -10,13 +10,42 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .answer import Answer
     from .decoding_choice import Decoding
+    from .pretrained import from_pretrained, from_server
+    from .releases import AUTO, PAPER_DECODING, RELEASES, TTS_SYSTEM, UNDERSTAND_PROMPT, UNDERSTAND_SYSTEM
     from .speechlm import SpeechLM
     from .thinking import split_thinking
 
-__all__ = ["Answer", "Decoding", "SpeechLM", "__version__", "split_thinking"]
-
 # Found when they are asked for, so that importing the package, which every command line does, costs nothing.
-_HOMES = {"Answer": "answer", "Decoding": "decoding_choice", "SpeechLM": "speechlm", "split_thinking": "thinking"}
+_HOMES = {
+    "AUTO": "releases",
+    "Answer": "answer",
+    "Decoding": "decoding_choice",
+    "PAPER_DECODING": "releases",
+    "RELEASES": "releases",
+    "SpeechLM": "speechlm",
+    "TTS_SYSTEM": "releases",
+    "UNDERSTAND_PROMPT": "releases",
+    "UNDERSTAND_SYSTEM": "releases",
+    "from_pretrained": "pretrained",
+    "from_server": "pretrained",
+    "split_thinking": "thinking",
+}
+
+__all__ = [
+    "AUTO",
+    "Answer",
+    "Decoding",
+    "PAPER_DECODING",
+    "RELEASES",
+    "SpeechLM",
+    "TTS_SYSTEM",
+    "UNDERSTAND_PROMPT",
+    "UNDERSTAND_SYSTEM",
+    "__version__",
+    "from_pretrained",
+    "from_server",
+    "split_thinking",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from . import decoding_rules as rules
 from .errors import ConfigError
 
 # Those of the released models (inference_sft.yaml without guidance; decode_general.yaml), where nothing else is said.
@@ -35,25 +37,38 @@ _NAMES = {
     "bagpiper": {"temperature": "temperature", "topk": "topk", "max_step": "max_step", "min_step": "min_step"},
     "opuslm": {"temperature": "sampling_temperature", "topk": "topk", "max_step": "maxlen", "min_step": "minlen"},
 }
+_YAML_KEYS = {*rules.BAGPIPER, *rules.CHAT, *rules.FLAT}
 _SAMPLINGS = {"topk": "topk_sampling", "top_p": "topp_sampling"}  # OpusLM
 
 
-@dataclass(frozen=True)
+@dataclass(repr=False)
 class Decoding:
     """Settings over those of a yaml or of the model; None leaves them as they are.
 
+    The first six are those of ESPnet's ``Decoding``, in its order. ``describe``, ``render`` and ``ask`` of a Bagpiper take
+    temperatures and ``topk`` that are None for ESPnet's: ``text_temperature`` 0.6, ``audio_temperature`` 0.8, ``topk`` 20.
+
     Attributes:
+        text_temperature, audio_temperature: of one modality; they win over ``temperature``.
+        topk: of text and audio.
         cfg: guidance scale of audio (Bagpiper); 1 is none.
-        temperature, topk: of text and audio; temperature 0 takes the best (``topk`` 1).
-        max_step, min_step: rows of a segment, of text and audio.
+        max_tokens: rows of a whole answer at most, of a model behind a server.
+        max_steps, max_step: rows of a segment at most, of text and audio, of a model in this process; two names of one setting.
+        temperature: of text and audio; 0 takes the best (``topk`` 1).
+        min_step: rows of a segment at least, of text and audio.
         enforce_modality: modalities of the first segments (Bagpiper).
         text, audio: settings of one modality alone, in the words of the yaml; they win over the others.
         source: a yaml file, or what it would hold, under all of these.
     """
 
-    cfg: float | None = None
-    temperature: float | None = None
+    text_temperature: float | None = None
+    audio_temperature: float | None = None
     topk: int | None = None
+    cfg: float | None = None
+    max_tokens: int | None = None
+    max_steps: int | None = None
+    _: KW_ONLY
+    temperature: float | None = None
     max_step: int | None = None
     min_step: int | None = None
     enforce_modality: tuple[str, ...] | None = None
@@ -61,11 +76,57 @@ class Decoding:
     audio: Mapping[str, Any] | None = None
     source: Mapping[str, Any] | str | Path | None = None
 
+    def __repr__(self) -> str:
+        said = ((part.name, getattr(self, part.name)) for part in fields(self))
+        return f"Decoding({', '.join(f'{name}={value!r}' for name, value in said if value is not None)})"
+
     @classmethod
-    def over(cls, decoding: Decoding | Mapping[str, Any] | str | Path | None, **defaults: Any) -> Decoding:
+    def of(cls, choice: Decoding | Mapping[str, Any] | str | Path | None, family: str) -> Decoding:
+        """What a caller gave. A mapping is a whole yaml where it could be one, else settings over the model's own.
+
+        Raises:
+            ConfigError: for a setting that there is not.
+        """
+        if isinstance(choice, Decoding):
+            return choice
+        if not isinstance(choice, Mapping) or _is_whole(choice, family):
+            return cls(source=choice)
+        blocks = {block: modality for modality, block in _BLOCKS[family].items()}
+        given = {blocks.get(name, name): value for name, value in choice.items()}
+        known = [part.name for part in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+                raise ConfigError(f"decoding settings: {name!r} is no setting of a call{hint}")
+        return cls(**given)
+
+    def tokens(self, audio: bool) -> int:
+        """``max_tokens`` of an answer from a server: as set, or ESPnet's 12000 where it is ``audio``, else 4096."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return 12000 if audio else 4096
+
+    def temperature_of(self, modality: str) -> float | None:
+        """That of ``text`` or ``audio``; None where nothing is said."""
+        own = self.text_temperature if modality == "text" else self.audio_temperature
+        return self.temperature if own is None else own
+
+    @property
+    def rows(self) -> int | None:
+        """``max_step`` or ``max_steps``. ConfigError where they differ."""
+        if None not in (self.max_step, self.max_steps) and self.max_step != self.max_steps:
+            raise ConfigError(
+                f"max_step {self.max_step} and max_steps {self.max_steps} are one setting; give one of them"
+            )
+        return self.max_steps if self.max_step is None else self.max_step
+
+    @classmethod
+    def over(
+        cls, decoding: Decoding | Mapping[str, Any] | str | Path | None, family: str = "bagpiper", **defaults: Any
+    ) -> Decoding:
         """``decoding`` with ``defaults`` where it says nothing itself."""
-        if not isinstance(decoding, Decoding):
-            decoding = cls(source=decoding)
+        decoding = cls.of(decoding, family)
         if decoding.source is not None:
             decoding = replace(decoding, source=_read(decoding.source))
             defaults = {name: value for name, value in defaults.items() if name not in decoding.source}
@@ -82,10 +143,11 @@ class Decoding:
                 "cfg and enforce_modality are for Bagpiper checkpoints; OpusLM takes the answer's turns instead"
             )
         result = {**settings}
-        shared = {name: getattr(self, name) for name in _NAMES[family] if getattr(self, name) is not None}
+        shared = {"topk": self.topk, "max_step": self.rows, "min_step": self.min_step}
         for modality, block in _BLOCKS[family].items():
             own = dict(_mapping(modality, getattr(self, modality) or {}))
-            wanted = {_NAMES[family][name]: value for name, value in shared.items()}
+            said = {"temperature": self.temperature_of(modality), **shared}
+            wanted = {_NAMES[family][name]: value for name, value in said.items() if value is not None}
             if modality == "audio" and self.cfg is not None:
                 wanted["cfg"] = self.cfg
             if family == "opuslm" and wanted.get("sampling_temperature") == 0:
@@ -100,6 +162,15 @@ class Decoding:
                 )
             result["enforce_modality"] = list(self.enforce_modality)
         return result
+
+
+def _is_whole(settings: Mapping[str, Any], family: str) -> bool:
+    """Whether these are the content of a yaml: keys that only a yaml has, or blocks with all that ESPnet has no default for."""
+    blocks = [settings[name] for name in _BLOCKS[family].values() if name in settings]
+    if (_YAML_KEYS - {part.name for part in fields(Decoding)} - {*_BLOCKS[family].values()}) & settings.keys():
+        return True
+    needed = rules.BAGPIPER_NEEDED if family == "bagpiper" else rules.CHAT_NEEDED
+    return bool(blocks) and all(isinstance(block, Mapping) and needed.keys() <= block.keys() for block in blocks)
 
 
 def _over(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +190,7 @@ def settings_of(family: str, *choices: Decoding | Mapping[str, Any] | str | Path
     """
     settings = DEFAULTS[family]
     for choice in choices:
-        made = choice if isinstance(choice, Decoding) else Decoding(source=choice)
+        made = Decoding.of(choice, family)
         if made.source is not None:
             settings = _read(made.source)
         settings = made.apply(settings, family)

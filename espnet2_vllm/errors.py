@@ -62,6 +62,22 @@ class CheckpointError(SpeechLMError):
     """A checkpoint that is missing, incomplete, of the wrong family or inconsistent with its own description."""
 
 
+class ReleaseFileError(CheckpointError, FileNotFoundError):
+    """A release folder that has not exactly one file of a kind. What ESPnet's Python interface raises is its other parent."""
+
+
+class UntunedError(ConfigError, ValueError):
+    """A checkpoint that was never tuned to answer, and was not asked for twice."""
+
+
+class NoRecordingError(DataError, FileNotFoundError):
+    """A recording that is not there."""
+
+
+class ServerError(SpeechLMError, RuntimeError):
+    """A server that cannot be reached, refuses, or answers something else."""
+
+
 class CodecError(SpeechLMError):
     """A clip that the codec could not decode. Other clips go on."""
 

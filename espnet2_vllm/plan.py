@@ -181,7 +181,7 @@ OK, LENGTH, NO_AUDIO, ABORT, REFUSED = OUTCOMES = "ok", "length", "no_audio", "a
 FAILED = (ABORT, REFUSED)  # outcomes that leave no result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """Outcome of one utterance: exactly one for each key.
 
@@ -197,6 +197,12 @@ class Result:
     outcome: str = OK
     reason: str = ""
     utterance: Utterance | None = None
+
+    def __repr__(self) -> str:
+        found = [f"{len(s.rows)} rows of {s.modality}" for h in self.hypotheses[:1] for s in h.segments if s.generated]
+        more = f", and {len(self.hypotheses) - 1} more hypotheses" if len(self.hypotheses) > 1 else ""
+        why = f": {self.reason}" if self.reason else ""
+        return f"<Result {self.key!r} {self.outcome}{why}: {', '.join(found) or 'nothing'}{more}>"
 
 
 def text_ids(layout: Layout, segment: Segment) -> np.ndarray:

@@ -15,22 +15,24 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .answer import Answer, generated_segments, only_answer, wav_bytes
+from .answer import Answer, answers_of, only_answer, wav_bytes
+from .assistant import Assistant, Choice, Message
 from .decoding_choice import Decoding, label_of, settings_of
 from .drive import checked_seed
 from .errors import CheckpointError, ConfigError, DataError, EngineError, SpeechLMError
 from .generation import Generation, begun_in_thread, cancel
 from .plan import REFUSED, Result, Utterance
+from .pretrained import one_of, open_pretrained
 from .prompt.conversation import checked_messages, is_conversation, load_codes, opuslm_conversation
+from .releases import DEFAULT_TAG, OPUSLM, Release
 
 if TYPE_CHECKING:
     from .audio.tokenising import SpeechTokeniser
@@ -46,10 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DESCRIBE = "Describe the audio."
 
-
-class SpeechLM:
+class SpeechLM(Assistant):
     """A checkpoint on an engine. Any number of threads and coroutines may use it at once; their requests are batched.
 
     Made by ``from_pretrained``. Leaving the block, or ``close``, frees the device.
@@ -62,15 +62,17 @@ class SpeechLM:
         backend: str = "vllm",
         dtype: str | None = None,
         device: str | None = None,
-        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        decoding: Choice = None,
         long_audio: str = "whole",
         clean_up_text: bool = False,
         units: UnitsDescription | None = None,
         codec_share: float | str = 1.0,
         codec_tf32: bool = False,
+        release: Release | None = None,
+        attn_implementation: str | None = None,
         **options: Any,
     ) -> None:
-        from .backends import check_engine
+        from .backends import check_engine, check_options
         from .bin.options import choose_device
         from .codec.share import Share
         from .plan import LONG_AUDIO
@@ -81,9 +83,15 @@ class SpeechLM:
         if long_audio not in LONG_AUDIO:
             raise ConfigError(f"long_audio {long_audio!r} is unknown; expected one of {', '.join(LONG_AUDIO)}")
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
+        self.release = release or (OPUSLM if checkpoint.family == "opuslm" else Release())
         self.device = choose_device(device, gpu=True)
-        self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
+        self.dtype = dtype or self.release.dtype or ("float32" if self.device == "cpu" else "bfloat16")
         check_engine(backend, self.dtype)
+        check_options(backend, options)
+        if attn_implementation is not None:
+            log.warning(
+                "attn_implementation %r has no effect: the engine chooses its own attention", attn_implementation
+            )
         self.decoding, self.units, self.clean_up_text = decoding, units, clean_up_text
         self.codec_share, self.codec_tf32 = Share.parse(str(codec_share)), codec_tf32
         self.notes: Counter[str] = Counter()
@@ -95,43 +103,58 @@ class SpeechLM:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *, model_file: str | Path | None = None, vocab_order: str = "yaml", **options: Any
+        cls,
+        tag_or_dir: str | Path = DEFAULT_TAG,
+        device: str | None = None,
+        dtype: str | None = None,
+        train_config: str | Path | None = None,
+        checkpoint: str | Path | None = None,
+        allow_base: bool = False,
+        attn_implementation: str | None = None,
+        *,
+        model_file: str | Path | None = None,
+        vocab_order: str = "yaml",
+        **options: Any,
     ) -> SpeechLM:
-        """Opens a checkpoint.
+        """Opens a checkpoint. The first seven arguments are those of ESPnet's ``LocalBagpiper.from_pretrained``.
 
         Args:
-            name: a converted directory; an ESPnet experiment or release folder or its training yaml, which is converted once;
-                or a tag of the Hugging Face hub, which is downloaded once.
-            model_file: the model, where the folder holds several or none.
+            tag_or_dir: a tag of the Hugging Face hub, which is downloaded once; an ESPnet release or experiment folder or its
+                training yaml, which is converted once; or a converted directory.
+            device: of codec and encoder; the ``vllm`` backend takes the GPUs that it sees.
+            dtype: that of the release's ``inference_text.yaml`` or ``inference.yaml``, else bfloat16 on a GPU and float32 on a CPU.
+            train_config, checkpoint: the training yaml and the model, where the folder holds several or none. A release folder
+                has one ``*.yaml`` beside ``inference*.yaml`` and one ``*.pt``. ``model_file`` is another name of ``checkpoint``.
+            allow_base: open ``espnet/bagpiper``, which was never tuned to answer.
+            attn_implementation: taken and logged, without effect: the engine chooses its own attention.
             vocab_order: see ``espnet2-vllm convert``.
-            options: ``backend`` (``vllm`` or ``pytorch``), ``dtype`` (bfloat16 on a GPU, else float32), ``device`` (of codec and
-                encoder), ``decoding`` (defaults of every call), ``long_audio`` (``whole``, ``cut`` or ``refuse``: recordings
-                beyond 30 s), ``clean_up_text`` (as on the command line), ``units`` (OpusLM: the
-                ``audio.units.UnitsDescription`` of the SSL model that recordings are tokenised with),
-                ``codec_share`` and ``codec_tf32`` (as on the command lines), and options of the engine such as ``max_num_seqs``.
+            options: ``backend`` (``vllm`` or ``pytorch``), ``decoding`` (defaults of every call), ``long_audio`` (``whole``,
+                ``cut`` or ``refuse``: recordings beyond 30 s), ``clean_up_text`` (as on the command line), ``units`` (OpusLM: the
+                ``audio.units.UnitsDescription`` of the SSL model that recordings are tokenised with), ``codec_share`` and
+                ``codec_tf32`` (as on the command lines), and options of the engine such as ``max_num_seqs``.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or it cannot be used.
             ConfigError: for an option or setting that cannot be used.
         """
-        from .checkpoint import ensure_converted
-        from .checkpoint.hub import find_folder
-
-        return cls(ensure_converted(find_folder(name), model_file, vocab_order=vocab_order), **options)
-
-    @classmethod
-    def from_server(cls, url: str, **options: Any) -> SpeechLM:
-        """Not there yet: raises ConfigError."""
-        raise ConfigError(
-            f"from_server({url!r}): this version of espnet2_vllm has no server to speak to; use SpeechLM.from_pretrained, which "
-            "runs the model in this process"
+        opened, release = open_pretrained(
+            tag_or_dir,
+            train_config=train_config,
+            checkpoint=one_of(checkpoint, model_file),
+            vocab_order=vocab_order,
+            allow_base=allow_base,
         )
+        own = {"device": device, "dtype": dtype, "release": release, "attn_implementation": attn_implementation}
+        return cls(opened, **own, **options)
+
+    def __repr__(self) -> str:
+        return f"SpeechLM({str(self.checkpoint.path)!r}, backend={self.backend!r}, device={self.device!r}, dtype={self.dtype!r})"
 
     # -- what it does -------------------------------------------------------------------------------------------------
     def generate(
         self,
         messages: Sequence[Any],
-        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        decoding: Choice = None,
         *,
         answer: Sequence[str] = ("text",),
         seed: int | None = None,
@@ -150,19 +173,33 @@ class SpeechLM:
         Raises:
             DataError, ...: if the one conversation is refused. Of many, the refused ones have that outcome.
         """
-        futures, single = self._begin(messages, decoding, answer, seed)
+        self._check_answer(answer, ("text",))
+        answers, single = self._generate(messages, self.config(decoding), answer, seed)
+        return only_answer(answers) if single else answers
+
+    def _generate(
+        self, messages: Sequence[Any], config: DecodingConfig, answer: Sequence[str], seed: int | None
+    ) -> tuple[list[Answer], bool]:
+        futures, single = self._begin(messages, config, answer, seed)
         try:
             results = [future.result() for future in futures]
         except BaseException:  # interrupted: nobody waits for the others any more
             cancel(futures)
             raise
-        answers = self._answers(results)
-        return only_answer(answers) if single else answers
+        return self._answers(results), single
 
-    async def generate_async(self, messages: Sequence[Any], *args: Any, **options: Any) -> Answer | list[Answer]:
+    async def generate_async(
+        self,
+        messages: Sequence[Any],
+        decoding: Choice = None,
+        *,
+        answer: Sequence[str] = ("text",),
+        seed: int | None = None,
+    ) -> Answer | list[Answer]:
         """``generate`` for coroutines: many calls at once are batched by the engine."""
-        given = _arguments(*args, **options)
-        futures, single = await begun_in_thread(lambda: self._begin(messages, *given))
+        self._check_answer(answer, ("text",))
+        config = self.config(decoding)
+        futures, single = await begun_in_thread(lambda: self._begin(messages, config, answer, seed))
         results = await asyncio.gather(*map(asyncio.wrap_future, futures))
         answers = await asyncio.to_thread(self._answers, results)
         return only_answer(answers) if single else answers
@@ -170,7 +207,7 @@ class SpeechLM:
     async def stream(
         self,
         messages: Sequence[Any],
-        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
+        decoding: Choice = None,
         *,
         answer: Sequence[str] = ("audio",),
         seed: int | None = None,
@@ -198,40 +235,29 @@ class SpeechLM:
             async for item in stream:
                 yield item
 
-    def describe(
-        self,
-        audio: Any,
-        prompt: str | None = DESCRIBE,
-        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
-        *,
-        seed: int | None = None,
-    ) -> str:
-        """What is to be heard in a recording (a path or (samples, rate)), or the answer to ``prompt``, thinking included."""
-        messages = [["user", "audio", audio], *([["user", "text", prompt]] if prompt else [])]
-        return self.generate(messages, self._enforcing(decoding, "text"), seed=seed).text
-
-    def render(
-        self,
-        scene: str,
-        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
-        *,
-        seed: int | None = None,
-    ) -> tuple[bytes | None, str]:
-        """The sound of a described scene: a wav file (16-bit), None if the model gave no sound, and the text before it."""
-        decoding = self._enforcing(decoding, "text", "audio")
-        turns = {"answer": ("text", "audio")} if self.checkpoint.family == "opuslm" else {}
-        found = self.generate([["user", "text", scene]], decoding, seed=seed, **turns)
-        return None if found.audio is None else wav_bytes(*found.audio), found.text
+    def _chat(
+        self, messages: list[Message], audio_out: bool, decoding: Choice, seed: int | None
+    ) -> tuple[str, bytes | None]:
+        """See ``Assistant``; as ESPnet's ``LocalBagpiper._chat``. Of OpusLM, the answer's turns are these modalities."""
+        modalities = ("text", "audio") if audio_out else ("text",)
+        if self.checkpoint.family == "opuslm":
+            turns, config = modalities, self.config(decoding)
+        else:
+            turns = ("text",)
+            own = Decoding(0.6, 0.8, 20, source=self.release.audio if audio_out else self.release.text)
+            config = self.config(Decoding.over(decoding, enforce_modality=modalities), under=own)
+        answer = only_answer(self._generate(messages, config, turns, seed)[0])
+        sounds = [content for _, modality, content in answer.messages if modality == "audio"]
+        if len(sounds) > 1:
+            log.warning("of %d segments of sound the first is returned", len(sounds))
+        text = "\n".join(content for _, modality, content in answer.messages if modality == "text" and content)
+        return text, wav_bytes(*sounds[0]) if sounds and sounds[0] is not None else None
 
     def _check_answer(self, answer: Sequence[str], default: tuple[str, ...]) -> None:
         if self.checkpoint.family == "bagpiper" and answer not in (default, [*default]):
             raise ConfigError(
                 f"answer {answer!r}: is for OpusLM checkpoints; of Bagpiper, enforce_modality names segments"
             )
-
-    def _enforcing(self, decoding: Decoding | Mapping[str, Any] | str | Path | None, *modalities: str) -> Any:
-        """``decoding`` with these first segments if it names none; of OpusLM, the answer's turns name them."""
-        return decoding if self.checkpoint.family == "opuslm" else Decoding.over(decoding, enforce_modality=modalities)
 
     def close(self) -> None:
         """Ends what is in flight, and frees engine, codec and encoder; a later call makes them anew."""
@@ -294,11 +320,11 @@ class SpeechLM:
                 self._thread = EngineThread(self._engine)
             return self._thread
 
-    def config(self, decoding: Decoding | Mapping[str, Any] | str | Path | None) -> DecodingConfig:
+    def config(self, decoding: Choice, under: Choice = None) -> DecodingConfig:
         """The model's settings with those of a call over them. ConfigError, naming the key, for what is wrong."""
         from .decoding import load_decoding
 
-        family, choices = self.checkpoint.family, (self.decoding, decoding)
+        family, choices = self.checkpoint.family, (under, self.decoding, decoding)
         config = load_decoding(settings_of(family, *choices), family, label=label_of(*choices))
         config.check_vocabulary(self.checkpoint.layout.vocab_size)
         return config
@@ -375,12 +401,10 @@ class SpeechLM:
     def _begin(
         self,
         messages: Sequence[Any],
-        decoding: Decoding | Mapping[str, Any] | str | Path | None = None,
-        answer: Sequence[str] = ("text",),
-        seed: int | None = None,
+        config: DecodingConfig,
+        answer: Sequence[str],
+        seed: int | None,
     ) -> tuple[list[Future[Result]], bool]:
-        config = self.config(decoding)
-        self._check_answer(answer, ("text",))
         if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
             raise DataError(
                 f"messages: expected a list of [role, modality, content], or many such lists, got {messages!r}"
@@ -404,44 +428,11 @@ class SpeechLM:
         return futures, single
 
     def _answers(self, results: Sequence[Result]) -> list[Answer]:
-        from .io.content import bagpiper_content, opuslm_content
-
         layout = self.checkpoint.layout
-        content_of = bagpiper_content if layout.family == "bagpiper" else opuslm_content
-        decode_text = getattr(self.tokenizer, f"decode_{layout.family}")
-        messages: list[list[list[Any]]] = []
-        spoken: list[tuple[int, list[Any], np.ndarray]] = []
-        results = list(results)
-        for place, result in enumerate(results):
-            messages.append([])
-            for segment in generated_segments(result):
-                content = content_of(layout, segment)
-                message = ["assistant", segment.modality, None]
-                if content.text is not None:
-                    message[2] = decode_text(content.text)
-                elif content.codes is not None and len(content.codes):
-                    spoken.append((place, message, content.codes))
-                messages[-1].append(message)
-        if spoken:
-            with self._lock:
-                if self._thread is None:  # closed meanwhile: a codec that is made now would stay
-                    closed = EngineError("the model was closed before the sound was decoded")
-                    sounds, rate = [closed] * len(spoken), 0
-                else:
-                    sounds = self.speech.decode([codes for _, _, codes in spoken])
-                    rate = self.speech.sample_rate
-            for (place, message, _), sound in zip(spoken, sounds, strict=True):
-                if isinstance(sound, SpeechLMError):
-                    results[place] = replace(results[place], outcome=REFUSED, reason=str(sound))
-                else:
-                    message[2] = sound, rate
-        return [
-            Answer(tuple(map(tuple, found)), result.outcome, result.reason, result)
-            for found, result in zip(messages, results, strict=True)
-        ]
+        return answers_of(layout, results, getattr(self.tokenizer, f"decode_{layout.family}"), self._sounds)
 
-
-def _arguments(
-    decoding: Any = None, *, answer: Sequence[str] = ("text",), seed: int | None = None
-) -> tuple[Any, Sequence[str], int | None]:
-    return decoding, answer, seed
+    def _sounds(self, codes: Sequence[np.ndarray]) -> tuple[Sequence[np.ndarray | SpeechLMError], int]:
+        with self._lock:
+            if self._thread is None:  # closed meanwhile: a codec that is made now would stay
+                return [EngineError("the model was closed before the sound was decoded")] * len(codes), 0
+            return self.speech.decode(codes), self.speech.sample_rate

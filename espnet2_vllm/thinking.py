@@ -6,14 +6,9 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """(thinking, answer) of a generated text, both stripped.
+    """(thinking, answer) of a generated text, both stripped; ("", ``text`` as it is) where nothing ends a thought.
 
-    Without the marks everything is answer. Thinking that does not end, because the text was cut, leaves the answer empty.
+    ESPnet's ``espnet2.bin.speechlm_inference.split_thinking``.
     """
     before, closed, answer = text.partition(CLOSE)
-    if closed:
-        return before.strip().removeprefix(OPEN).strip(), answer.strip()
-    head, opened, thinking = text.partition(OPEN)
-    if opened and not head.strip():
-        return thinking.strip(), ""
-    return "", text.strip()
+    return (before.replace(OPEN, "").strip(), answer.strip()) if closed else ("", text)

@@ -1,9 +1,13 @@
 """The Python interface: messages in, texts and sounds out, the same as ESPnet's recorded ones."""
 
 import asyncio
+import base64
+import dataclasses
+import html
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +18,7 @@ import pytest
 import soundfile
 from conftest import golden_files
 
-from espnet2_vllm import Decoding, SpeechLM, split_thinking
+from espnet2_vllm import UNDERSTAND_SYSTEM, Decoding, SpeechLM, split_thinking
 from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.decoding_choice import settings_of
 from espnet2_vllm.errors import CheckpointError, ConfigError, DataError
@@ -109,12 +113,19 @@ def test_a_seed_gives_the_same_sample(model):
 
 
 # -- verbs of the demo -------------------------------------------------------------------------------------------------
-def test_describe_and_render(model, tmp_path):
+def test_describe_render_and_ask(model, tmp_path):
+    """The turns are compared with ESPnet's in test_drop_in.py; here both engines answer them as ``generate`` does."""
     path = sound(tmp_path / "a.wav")
+    system = ["system", "text", UNDERSTAND_SYSTEM]
     text = model.describe(path, prompt="what is it?", decoding=GREEDY)
-    assert text == model.generate([["user", "audio", str(path)], ["user", "text", "what is it?"]],
-                                  Decoding.over(GREEDY, enforce_modality=("text",))).text  # fmt: skip
+    settings = Decoding(temperature=0.0, max_step=12, min_step=2, enforce_modality=("text",), audio={"cfg": 3})
+    asked = [system, ["user", "audio", str(path)], ["user", "text", "what is it?"]]
+    assert text == model.generate(asked, settings).text
     assert model.describe(soundfile.read(path, dtype="float32"), prompt="what is it?", decoding=GREEDY) == text
+    assert (
+        model.ask("hello", "be brief", GREEDY)
+        == model.generate([["system", "text", "be brief"], ["user", "text", "hello"]], settings).text
+    )
     wav, thought = model.render("rain on a roof", decoding=GREEDY)
     samples, rate = soundfile.read(io.BytesIO(wav))
     assert rate == 16000 and len(samples) and isinstance(thought, str)
@@ -124,9 +135,8 @@ def test_describe_and_render(model, tmp_path):
 def test_thinking():
     assert split_thinking("<think> a b </think> c ") == ("a b", "c")
     assert split_thinking("a b</think>c") == ("a b", "c")
-    assert split_thinking(" just this ") == ("", "just this")
-    assert split_thinking("<think>cut in the mid") == ("cut in the mid", "")
-    assert split_thinking("they say <think> is a mark") == ("", "they say <think> is a mark")
+    assert split_thinking(" just this ") == ("", " just this ")
+    assert split_thinking("<think>cut in the mid") == ("", "<think>cut in the mid")
 
 
 # -- history and errors ------------------------------------------------------------------------------------------------
@@ -169,15 +179,31 @@ def test_changes_of_recordings_are_counted(model, tmp_path):
 
 
 def test_what_cannot_be_opened():
-    with pytest.raises(ConfigError, match="no server"):
-        SpeechLM.from_server("http://localhost:8000")
     with pytest.raises(CheckpointError, match="no-such/model: there is no such folder, and the hub"):
         SpeechLM.from_pretrained("no-such/model")
     for name in (None, 3, b"exp", ["exp"]):
         with pytest.raises(CheckpointError, match="expected the folder of a checkpoint"):
             SpeechLM.from_pretrained(name)
+    for name in ("/no/such/dir", "./exp/none", "exp/speechlm/none", "~/none", contaudio() / "none"):
+        with pytest.raises(FileNotFoundError, match="there is no such folder, and this is no tag"):
+            SpeechLM.from_pretrained(name)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         SpeechLM.from_pretrained("x" * 300)
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "vllm"])
+def test_options_that_an_engine_does_not_have_are_refused_at_once(backend):
+    pytest.importorskip(backend if backend == "vllm" else "torch")
+    cases = {
+        "pytorch": (("max_num_seqs", ""), ("atention", "did you mean 'attention'")),
+        "vllm": (("max_num_seq", "did you mean 'max_num_seqs'"), ("scheduler_cls", "")),
+    }
+    for wrong, near in cases[backend]:
+        with pytest.raises(ConfigError, match=f"option of the {backend} backend '{wrong}' is unknown.*{near}"):
+            SpeechLM.from_pretrained(contaudio(), backend=backend, **{wrong: 1})
+
+
+def test_what_cannot_be_set():
     with pytest.raises(ConfigError, match="units: expected an audio.units.UnitsDescription, got 3"):
         SpeechLM.from_pretrained(contaudio(), units=3)
     with pytest.raises(ConfigError, match="long_audio 'cuts'"):
@@ -214,6 +240,47 @@ def test_settings_and_messages_of_the_wrong_kind_are_named(tmp_path):
     for options in ({"backend": "vlm"}, {"backend": "pytorch", "dtype": "float31"}):
         with pytest.raises(ConfigError, match="did you mean"):
             SpeechLM.from_pretrained(contaudio(), **options)
+
+
+def test_settings_of_a_call_may_be_a_mapping():
+    whole = {"temperature": 0.5, "topk": 9, "max_step": 30}
+    own = {"text": {**whole, "min_step": 4}, "audio": {**whole, "cfg": 2, "min_step": 5}}
+    opened = SpeechLM.from_pretrained(contaudio(), backend="pytorch", decoding=own)
+    base = opened.config(None)
+    assert (base.text.min_rows, base.audio.cfg) == (4, 2)
+    # parts of them lie over the model's own ...
+    config = opened.config({"temperature": 0.7, "cfg": 3, "text": {"topk": 2}})
+    assert config.text == dataclasses.replace(base.text, temperature=0.7, topk=2)
+    assert config.audio == dataclasses.replace(base.audio, temperature=0.7, cfg=3)
+    assert opened.config({"enforce_modality": ["text"]}).enforce_modality == ("text",)
+    assert opened.config({"audio": {"cfg": 1}}).audio.min_rows == 5
+    # ... and what a yaml could hold is a yaml, with ESPnet's defaults for what it leaves out
+    assert opened.config({"text": whole, "audio": whole}).audio.min_rows == 1
+    for wrong, message in (
+        ({"temprature": 1}, "'temprature' is no setting of a call; did you mean temperature"),
+        ({"text": {"temprature": 1}}, "temprature"),
+        ({"max_step": 3, "max_steps": 4}, "one setting"),
+        ({"codec_ssl": {}}, "OpusLM"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened.config(wrong)
+    assert opened.config({"max_step": 3, "max_steps": 3}).text.max_rows == 3
+
+
+def test_what_is_shown_is_short(model):
+    answer = model.generate([["user", "text", "hello <b>"]], Decoding.over(GREEDY, enforce_modality=("text", "audio")))
+    shown = repr(answer)
+    assert len(shown) < 300 and " s of audio at 16000 Hz" in shown and repr(answer.text)[1:9] in shown
+    assert len(repr(answer.result)) < 200 and "rows of audio" in repr(answer.result)
+    for part in (model, model.checkpoint):
+        assert len(repr(part)) < 400 and str(model.checkpoint.path) in repr(part)
+    page = answer._repr_html_()
+    assert html.escape(answer.text) in page and page.count("<audio controls") == 1
+    (data,) = re.findall(r"base64,([^\"]+)", page)
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(data)))
+    assert rate == 16000 and len(samples) == len(answer.audio[0])
+    bad, good = model.generate([[["user", "text"]], [["user", "text", "hello"]]], GREEDY)
+    assert "refused" in repr(bad) and "refused" in bad._repr_html_() and good.outcome != "refused"
 
 
 WAV = np.random.default_rng(7).standard_normal(8000).astype(np.float32) * 0.1
@@ -261,6 +328,13 @@ def test_what_is_no_sound_is_refused_by_its_message(kind):
         checked_messages([["user", "audio", (NO_SOUNDS[kind], 16000)]])
     with pytest.raises(DataError, match="got the rate True"):
         checked_messages([["user", "audio", (WAV, True)]])
+
+
+def test_rate_and_samples_swapped_say_so():
+    for rate in (16000, 16000.0, np.int64(16000)):
+        for samples in (WAV, WAV.tolist(), np.stack([WAV, WAV])):
+            with pytest.raises(DataError, match=r"\(rate, samples\).*expected \(samples, rate\): swap them"):
+                checked_messages([["user", "audio", (rate, samples)]])
 
 
 def test_a_recording_that_the_encoder_cannot_hear_refuses_nobody_else():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EngineError
@@ -14,11 +15,12 @@ from .run import decode
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["BACKENDS", "DTYPES", "Engine", "check_engine", "decode", "make_engine"]
+__all__ = ["BACKENDS", "DTYPES", "Engine", "check_engine", "check_options", "decode", "make_engine"]
 
 _ENGINES = {"vllm": ("vllm", "VllmEngine"), "pytorch": ("pytorch", "PyTorchEngine")}
 _SEVERAL = ("parallel", "DataParallelEngine")
 BACKENDS = tuple(_ENGINES)
+_MOST_LISTED = 20  # names in a message, where one of them is near
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -36,10 +38,35 @@ def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -
         EngineError: if the backend is not installed or cannot run here.
     """
     check_engine(name, dtype)
+    engine_class = _engine_class(name, options)
+    check_options(name, options)
+    return engine_class(checkpoint, dtype=dtype, **options)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that the engine called ``name`` does not have, before it is started.
+
+    Raises:
+        ConfigError: naming the nearest option that there is.
+        EngineError: if the backend is not installed.
+    """
+    if not options:
+        return  # nothing heavy is imported for it
+    engine_class = _engine_class(name, options)
+    known = {p.name for p in inspect.signature(engine_class).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if name == "vllm":
+        from .vllm import settable_options
+
+        known |= settable_options()
+    for option in options:
+        _check_choice(f"option of the {name} backend", option, tuple(sorted(known - {"dtype"})))
+
+
+def _engine_class(name: str, options: Mapping[str, Any]) -> Any:
     several = name == "vllm" and options.get("data_parallel_size", 1) != 1
     module, class_name = _SEVERAL if several else _ENGINES[name]
     try:
-        engine_class = getattr(importlib.import_module(f".{module}", __package__), class_name)
+        return getattr(importlib.import_module(f".{module}", __package__), class_name)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(__package__.partition(".")[0]):
             raise
@@ -47,12 +74,6 @@ def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -
             f"the {name} backend needs the Python package {error.name!r}, which is not installed; run tools/setup.sh, or choose "
             "another --backend"
         ) from error
-    parameters = inspect.signature(engine_class).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # else the engine passes them on, and refuses them itself
-        known = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "dtype")
-        for option in options:
-            _check_choice(f"option of the {name} backend", option, known)
-    return engine_class(checkpoint, dtype=dtype, **options)
 
 
 def check_engine(name: str, dtype: str) -> None:
@@ -66,4 +87,5 @@ def _check_choice(what: str, value: str, valid: tuple[str, ...]) -> None:
         return
     near = difflib.get_close_matches(str(value), valid, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{what} {value!r} is unknown; expected one of {', '.join(valid)}{hint}")
+    listed = f"; expected one of {', '.join(valid)}" if len(valid) <= _MOST_LISTED or not near else ""
+    raise ConfigError(f"{what} {value!r} is unknown{listed}{hint}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,23 @@ WORKERS = {
     True: "espnet2_vllm.engine.worker_cpu.SpeechCPUWorker",
     False: "espnet2_vllm.engine.worker_gpu.SpeechGPUWorker",
 }
+
+
+_FIXED = (
+    "model",
+    "dtype",
+    "skip_tokenizer_init",
+    "scheduler_cls",
+    "worker_cls",
+)  # fields of EngineArgs that are not the user's
+
+
+def settable_options() -> set[str]:
+    """Options that ``VllmEngine`` passes on: the fields of the installed vLLM's ``EngineArgs`` but for those it sets itself."""
+    engine_version()
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {part.name for part in fields(EngineArgs)} - {*_FIXED}
 
 
 @dataclass
@@ -137,6 +154,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         fixed = {"model": str(checkpoint.path), "dtype": dtype, "skip_tokenizer_init": True}
         fixed |= {"scheduler_cls": SCHEDULERS[checkpoint.layout.family], "worker_cls": WORKERS[cpu]}
+        assert set(fixed) == set(_FIXED)
         for name in set(fixed) & set(options):
             raise ConfigError(f"engine option {name} is set by the backend itself")
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}

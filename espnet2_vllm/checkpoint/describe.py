@@ -13,6 +13,7 @@ from .expected import ARCHITECTURES, Shapes, read_hf_config
 from .sources import Source
 
 VOCAB_ORDERS = ("yaml", "name")
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer of a model, without its weights
 _TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 _TOKENIZER_MORE = ("spiece.model", "sentencepiece*.model", "chat_template*", "config.json")
 
@@ -134,5 +135,5 @@ def _find_model_folder(source: Source, name: str, key: str, revision: str | None
         base_dir=source.base_dir,
         what=f"{key} of {source.train_config.name}",
         revision=revision,
-        include=("*.json", "*.txt", "*.model", "*.jinja"),
+        include=MODEL_FILES,
     )

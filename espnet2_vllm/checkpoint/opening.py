@@ -18,7 +18,7 @@ _KEYS = ("layout", "preprocessor", "codec", "continuous_audio", "max_rows", "sou
 _MALFORMED = (SpeechLMError, KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A converted directory.
 
@@ -41,6 +41,13 @@ class Checkpoint:
     continuous_audio: Mapping[str, Any] | None
     max_rows: int
     source: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        return (
+            f"<Checkpoint {str(self.path)!r}: {layout.family}, {layout.num_streams} streams, {layout.vocab_size} ids, up to "
+            f"{self.max_rows} rows>"
+        )
 
     @property
     def family(self) -> str:

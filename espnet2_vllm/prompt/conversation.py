@@ -49,9 +49,28 @@ def _content(content: Any) -> Any:
         return content.__fspath__()
     if isinstance(content, Sequence) and not isinstance(content, str) and len(content) == 2:
         samples, rate = content
-        if hasattr(samples, "__array__") or (isinstance(samples, Sequence) and not isinstance(samples, (str, bytes))):
+        if _many(rate) and not _many(samples):
+            raise DataError(
+                f"audio is (rate, samples), with {samples!r:.20} in front; expected (samples, rate): swap them"
+            )
+        if _many(samples) or hasattr(samples, "__array__"):
             return _samples(samples), _rate(rate)
     return content
+
+
+def samples_of(content: Any) -> tuple[np.ndarray, int]:
+    """(samples, rate) as a message holds them -> [n] or [channels, n] float32, full scale 1, and Hz. DataError for what is none."""
+    found = _content(content)
+    if not isinstance(found, tuple):
+        raise DataError(f"audio must be a path or (samples, rate), got {type(content).__name__}")
+    return found
+
+
+def _many(values: Any) -> bool:
+    """Whether it is an array with axes, a tensor or a list."""
+    if hasattr(values, "__array__"):
+        return getattr(values, "ndim", 1) > 0
+    return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
 
 
 def _rate(rate: Any) -> int:

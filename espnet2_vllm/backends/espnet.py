@@ -91,9 +91,8 @@ def _lacking(version: str | None, module: str) -> str:
     remedy = f"--espnet_python or the variable {PYTHON_VARIABLE} names another Python"
     if module == BAGPIPER:
         return f"{f'ESPnet {version}' if version else 'no ESPnet'} without {module}: pip install espnet==202611 there; {remedy}"
-    today = f"ESPnet {version}, which has" if version else ""
     return (
-        f"{today} no command {module}. ESPnet decodes OpusLM models in the trees of its SpeechLM branches only, no longer in its "
+        f"{f'ESPnet {version}, which has ' if version else ''}no command {module}. ESPnet decodes OpusLM models in the trees of its SpeechLM branches only, no longer in its "
         f"package: {remedy}, that of such a tree (with PYTHONPATH set to it)"
     )
 

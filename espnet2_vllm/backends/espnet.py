@@ -91,8 +91,9 @@ def _lacking(version: str | None, module: str) -> str:
     remedy = f"--espnet_python or the variable {PYTHON_VARIABLE} names another Python"
     if module == BAGPIPER:
         return f"{f'ESPnet {version}' if version else 'no ESPnet'} without {module}: pip install espnet==202611 there; {remedy}"
+    has = f"ESPnet {version}, which has no" if version else "no"
     return (
-        f"{f'ESPnet {version}, which has ' if version else ''}no command {module}. ESPnet decodes OpusLM models in the trees of its SpeechLM branches only, no longer in its "
+        f"{has} command {module}. ESPnet decodes OpusLM models in the trees of its SpeechLM branches only, no longer in its "
         f"package: {remedy}, that of such a tree (with PYTHONPATH set to it)"
     )
 

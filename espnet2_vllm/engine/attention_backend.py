@@ -77,9 +77,9 @@ class SpeechAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        # FlashAttention's schedule, a kernel of its own, is for prompts.
-        single = common_attn_metadata.max_query_len == 1
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or single)
+        # FlashAttention's schedule, a kernel of its own, is for what FlashAttention will compute.
+        other = common_attn_metadata.max_query_len == 1 or self.kv_cache_dtype == torch.float32
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or other)
         metadata.workspace = self.workspace
         return metadata
 

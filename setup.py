@@ -17,7 +17,7 @@ setup(
     description="Decode ESPnet SpeechLM checkpoints on a stock vLLM wheel",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
-    python_requires=">=3.11",
+    python_requires=">=3.12,<3.14",
     packages=find_packages(include=["espnet2_vllm", "espnet2_vllm.*"]),
     package_data={"espnet2_vllm": ["**/*.yaml", "**/*.json"]},
     install_requires=[

@@ -33,6 +33,13 @@ def test_links_and_commands_exist(path):
         assert (REPO / script).is_file(), script
 
 
+def test_the_replay_that_the_readme_shows_has_as_many_cases():
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    for cases, exact, count in re.findall(r"replay_golden\.py \S+ (\S+) .*\n    (\d+) of (\d+) exact", text):
+        recorded = len(list((REPO / cases).glob("*.json")))
+        assert recorded and (int(exact), int(count)) == (recorded, recorded), cases
+
+
 def test_readers_and_outcomes_are_listed():
     text = read("formats.md")
     for name in (*OMNIIO_READERS, *OUTCOMES, "lhotse_audio", "kaldi_audio", "dialogue"):

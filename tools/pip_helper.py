@@ -20,13 +20,13 @@ SOURCE_OPTIONS = {
 }
 
 
-def engine_requirements(distribution: str, left_out: Iterable[str] = ()) -> list[str]:
-    """Requirements of an installed ``distribution`` that hold on this machine, without ``INSTALLED_BEFORE`` and ``left_out``."""
-    kept, left_out = [], INSTALLED_BEFORE.union(left_out)
-    for line in requires(distribution) or []:
+def requirements(distributions: Iterable[str]) -> list[str]:
+    """What installed ``distributions`` ask for on this machine, without ``INSTALLED_BEFORE``."""
+    kept = []
+    for line in (line for distribution in distributions for line in requires(distribution) or []):
         requirement = Requirement(line)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and canonicalize_name(requirement.name) not in left_out:
+        if applies and canonicalize_name(requirement.name) not in INSTALLED_BEFORE:
             requirement.marker = None
             kept.append(str(requirement))
     return kept
@@ -45,7 +45,7 @@ def source_settings(config_list: str) -> dict[str, str]:
 
 def main(argv: list[str]) -> int:
     if len(argv) >= 2 and argv[0] == "requirements":
-        print("\n".join(engine_requirements(argv[1], argv[2:])))
+        print("\n".join(requirements(argv[1:])))
         return 0
     if argv == ["sources"]:
         command = [sys.executable, "-m", "pip", "config", "list"]
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         for name, value in source_settings(listed).items():
             print(f"{name}={value}")
         return 0
-    print("usage: pip_helper.py requirements DISTRIBUTION [LEFT_OUT...] | pip_helper.py sources", file=sys.stderr)
+    print("usage: pip_helper.py requirements DISTRIBUTION... | pip_helper.py sources", file=sys.stderr)
     return 2
 
 

@@ -17,7 +17,7 @@ _GRACE = 60.0  # seconds that the process gets to end by itself
 _T = TypeVar("_T")
 
 
-def alone(function: Callable[..., _T], *args: Any) -> _T:
+def alone[T](function: Callable[..., _T], *args: Any) -> _T:
     """What ``function(*args)`` returns or raises; arguments and result travel pickled.
 
     Raises:

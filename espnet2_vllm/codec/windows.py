@@ -117,6 +117,8 @@ class WindowDecoder:
         self.lengths = [shortest << i for i in range(_LENGTHS)]
         self.max_frames = max(max_frames, self.lengths[-1])
         self._cuda = codec.device.type == "cuda"
+        # A CPU's sums depend on the size of a batch, and large batches gain it little.
+        self.one_by_one = not self._cuda
         self._stream, self._owner = make_stream(codec.device, share or Share()) if self._cuda else (None, None)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._host = torch.empty(self.max_frames * codec.hop, pin_memory=True) if self._cuda else None
@@ -165,6 +167,8 @@ class WindowDecoder:
 
     def _together(self, count: int, length: int, rest: Rest | None) -> int:
         """How many of ``count`` windows are decoded at once: as many as may be, and rather a captured batch than one filled up."""
+        if self.one_by_one:
+            return 1
         if rest is not None:
             return min(count, max(_AT_REST // length, 1))
         count = min(count, max(self.max_frames // length, 1))

@@ -103,6 +103,7 @@ def test_clips_of_all_lengths_together_are_each_decoded_as_if_alone(codec):
 def test_many_clips_are_few_batches():
     codec, calls = tiny_codec("xcodec"), []
     decoder = WindowDecoder(codec, measure_reach(codec))
+    decoder.one_by_one = False  # as on a GPU
 
     def counted(features, synthesize=codec.synthesize):
         calls.append(len(features))
@@ -395,6 +396,7 @@ class Replayed:
 def test_captured_batches_are_used_and_change_no_sample(name):
     codec = tiny_codec(name)
     decoder = WindowDecoder(codec, measure_reach(codec), max_frames=600)
+    decoder.one_by_one = False  # as on a GPU
     sample = codec.features([random_codes(codec, 1)])[0]
     for length in decoder.lengths:
         for count in (1, 2, 4, 8):

@@ -91,7 +91,7 @@ def test_slips_are_usage_errors(text, registered, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a: [", "no yaml"),
+        ("a: [", "cannot read"),
         ("- a", "expected a mapping"),
         ("a: b.json", "data set a is 'b.json'"),
         ("a: {p: x}", "data set a"),

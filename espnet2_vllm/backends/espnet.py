@@ -1,4 +1,4 @@
-"""The user's own ESPnet on the same command line, so that a recipe changes one word to compare.
+"""ESPnet itself on the same command line, so that a recipe changes one word to compare.
 
 ESPnet says little about how it ended: a child that fails may leave exit code 0, and what it lost is nowhere counted. So the results
 are looked at afterwards, and every key without one is named.
@@ -7,6 +7,7 @@ are looked at afterwards, and every key without one is named.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shlex
@@ -21,6 +22,7 @@ from ..errors import ConfigError
 log = logging.getLogger(__name__)
 
 PYTHON_VARIABLE = "ESPNET_PYTHON"
+BAGPIPER = "espnet2.speechlm.bin.inference"
 _NAMED = 20  # keys without a result that the log names
 
 
@@ -30,7 +32,7 @@ def espnet_command(
     """ESPnet's command line: what was given of the options that are its own (those of the parser's group ``ESPnet``).
 
     Raises:
-        ConfigError: for options that ESPnet does not have.
+        ConfigError: for options that ESPnet does not have, and where there is no ESPnet, or none that has the module.
     """
     groups = {group.title: {action.dest for action in group._group_actions} for group in parser._action_groups}
     own, known = groups["ESPnet"], {action.dest: action for action in parser._actions}
@@ -42,12 +44,64 @@ def espnet_command(
         )
     if getattr(args, "seed", 0) == "random":
         raise ConfigError("--backend espnet: --seed random is not for ESPnet; give a number")
-    words = [args.espnet_python or os.environ.get(PYTHON_VARIABLE) or sys.executable, "-m", module]
+    words = _start(args.espnet_python or os.environ.get(PYTHON_VARIABLE) or sys.executable, module)
     for name, action in known.items():
         if name in given & own:
             for value in _values(getattr(args, name)):
                 words += [action.option_strings[0], str(value)]
     return words
+
+
+# What a Python says of a module without importing it: its ESPnet, and whether the module is there as a command.
+_LOOK = """
+import importlib.metadata, importlib.util, json, sys
+try:
+    found = importlib.util.find_spec(sys.argv[1])
+except ImportError:
+    found = None
+try:
+    version = importlib.metadata.version("espnet")
+except importlib.metadata.PackageNotFoundError:
+    version = None
+command = found is not None and "__main__" in open(found.origin, encoding="utf-8").read()
+print(json.dumps([version, command]))
+"""
+
+
+def _start(python: str, module: str) -> list[str]:
+    """The words that start ``module``, by the program that stands in for its GPU where there is none."""
+    look = [python, "-c", _LOOK, module]
+    try:
+        done = subprocess.run(look, capture_output=True, text=True, check=True)
+        version, there = json.loads(done.stdout.splitlines()[-1])
+    except OSError as error:
+        raise ConfigError(f"--backend espnet: cannot start {python}: {error.strerror}") from error
+    except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"--backend espnet: {python} is no Python that can be asked for its ESPnet: {error}"
+        ) from error
+    if not there:
+        raise ConfigError(f"--backend espnet: {python} has {_lacking(version, module)}")
+    if module != BAGPIPER or _has_gpu():
+        return [python, "-m", module]
+    return [python, str(Path(__file__).with_name("espnet_process.py"))]
+
+
+def _lacking(version: str | None, module: str) -> str:
+    remedy = f"--espnet_python or the variable {PYTHON_VARIABLE} names another Python"
+    if module == BAGPIPER:
+        return f"{f'ESPnet {version}' if version else 'no ESPnet'} without {module}: pip install espnet==202611 there; {remedy}"
+    has = f"ESPnet {version}, which has no" if version else "no"
+    return (
+        f"{has} command {module}. ESPnet decodes OpusLM models in the trees of its SpeechLM branches only, no longer in its "
+        f"package: {remedy}, that of such a tree (with PYTHONPATH set to it)"
+    )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _values(value: Any) -> list[Any]:

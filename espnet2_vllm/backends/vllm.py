@@ -15,6 +15,7 @@ from ..engine.attention import set_attention
 from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
+from ..engine.quantized import vllm_options
 from ..engine.rendezvous import stay_on_this_machine
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
@@ -86,7 +87,8 @@ class VllmEngine:
         dtype: of weights and KV cache.
         keep_logits: return raw logits with each result (slow; the engine then runs in this process).
         asynchronous: schedule a step ahead of the device; None takes vLLM's own choice (yes on CUDA, no on a CPU).
-        options: fields of ``vllm.EngineArgs`` (``max_num_seqs``, ``max_model_len``, ``gpu_memory_utilization``, ...).
+        options: fields of ``vllm.EngineArgs`` (``max_num_seqs``, ``max_model_len``, ``gpu_memory_utilization``, ...), and
+            ``precision`` and ``kv_cache_precision``, which may be "fp8" on a GPU.
 
     Attributes:
         prefix_cache: hits so far; logged when the engine closes.
@@ -143,6 +145,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         cpu = current_platform.is_cpu()
+        options = vllm_options(options, checkpoint.path, cpu=cpu)
         ranks = options.get("tensor_parallel_size", 1)
         if self.keep_logits and ranks != 1:
             raise ConfigError(

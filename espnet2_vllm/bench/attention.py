@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.attention import Heads
-from ..engine.decode_attention import Plan, Workspace, decode_attention
+from ..engine.decode_attention import Plan, Workspace, decode_attention, splits_for
 
 HEADS = {"bagpiper-8b": Heads(32, 8, 128), "opuslm-7b": Heads(32, 32, 128), "opuslm-dialogue-1.7b": Heads(32, 32, 64)}
 PAGE = 16
@@ -199,12 +199,15 @@ def time_kernel(batch: Batch, kernel: Kernel, expected: torch.Tensor) -> float:
     return statistics.median(times[1:])
 
 
-def compile_plans(work: Sequence[tuple[Heads, Plan]]) -> None:
-    """Runs each once, so that Triton's cache on disk has it."""
+def compile_plans(work: Sequence[tuple[Heads, Plan]], requests: Sequence[int]) -> None:
+    """Runs each once for each number of parts that these batches are cut in, so that Triton's cache on disk has it."""
     for heads, plan in work:
-        for requests in (1, 256):
-            batch = make_batch(heads, requests, 1, 1)
-            own_kernel(batch, plan)(torch.empty_like(batch.queries), *batch.layers[0])
+        for count in {splits_for(count, heads.kv_heads): count for count in requests}.values():
+            batch = make_batch(heads, count, 1, 1)
+            try:
+                own_kernel(batch, plan)(torch.empty_like(batch.queries), *batch.layers[0])
+            except Exception:  # noqa: BLE001 - said when its turn to be measured comes
+                break
     torch.cuda.synchronize()
 
 
@@ -269,15 +272,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     work = [(HEADS[name], plan) for name in args.models for plan in plans(HEADS[name])]
     with ProcessPoolExecutor(args.compilers, get_context("spawn")) as pool:
-        for done in [pool.submit(compile_plans, work[first :: args.compilers]) for first in range(args.compilers)]:
+        parts = [work[first :: args.compilers] for first in range(args.compilers)]
+        for done in [pool.submit(compile_plans, part, args.requests) for part in parts]:
             done.result()
-    cells = [cell for name in args.models for cell in measure(name, args.requests, *args.lengths)]
+    cells = []
+    for name in args.models:
+        cells += measure(name, args.requests, *args.lengths)
+        if args.json is not None:
+            args.json.write_text(json.dumps(cells, indent=1), encoding="utf-8")
     print("\n".join(table(cells, args.peak)))
     for cell in cells:
         if "error" in cell:
             print(f"- {cell['model']}, {cell['requests']}, {cell['layout']}: {cell['kernel']}: {cell['error']}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(cells, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

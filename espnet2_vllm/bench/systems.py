@@ -14,6 +14,7 @@ import numpy as np
 
 from ..engine.attention import set_attention
 from ..engine.memory import memory_by_owner
+from ..engine.quantized import vllm_options
 from ..errors import EngineError
 from ..plan import RowRequest, RowResult
 from .geometry import Geometry
@@ -164,7 +165,8 @@ class PlainSystem(System):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             fixed["enforce_eager"] = True  # as this engine does on a CPU
         try:
-            config = EngineArgs(**{**fixed, **options}).create_engine_config()
+            own = vllm_options(options, Path(fixed["model"]), cpu=current_platform.is_cpu())
+            config = EngineArgs(**{**fixed, **own}).create_engine_config()
             if self.same_attention and set_attention(config).backend is None:
                 raise EngineError("vLLM's own choice of attention is what this engine has too: see the system plain")
             self.llm_engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)

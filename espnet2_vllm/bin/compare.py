@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..engine.quantized import PRECISIONS
 from ..errors import ConfigError
 from .bench import option_adder, parse_lengths, positive, prepare_environment
 from .options import BACKENDS, add_engine_options, at_least, engine_options, run_command
@@ -38,19 +39,23 @@ class Side(NamedTuple):
 
     backend: str
     dtype: str
+    precision: str = ""  # of the layers' weights, if not the dtype
 
     def __str__(self) -> str:
-        return f"{self.backend} {self.dtype}"
+        return " ".join(filter(None, self))
 
 
 def side(text: str) -> Side:
-    """Type of BACKEND:DTYPE."""
+    """Type of BACKEND:DTYPE[:PRECISION]."""
     backend, _, dtype = text.partition(":")
+    dtype, colon, precision = dtype.partition(":")
     if backend not in BACKENDS or dtype not in DTYPES:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not BACKEND:DTYPE with a backend of {', '.join(BACKENDS)} and a dtype of {', '.join(DTYPES)}"
         )
-    return Side(backend, dtype)
+    if colon and (backend != "vllm" or precision not in PRECISIONS):
+        raise argparse.ArgumentTypeError(f"{text!r}: behind the dtype of vllm may come {' or '.join(PRECISIONS)}")
+    return Side(backend, dtype, precision)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -68,7 +73,13 @@ def get_parser() -> argparse.ArgumentParser:
     )
     option = option_adder(parser)
     option("a", type=side, default="pytorch:float32", metavar="BACKEND:DTYPE", help="The one that counts as right")
-    option("b", type=side, default="vllm:bfloat16", metavar="BACKEND:DTYPE", help="The other one")
+    option(
+        "b",
+        type=side,
+        default="vllm:bfloat16",
+        metavar="BACKEND:DTYPE",
+        help="The other; vllm:bfloat16:fp8: weights in fp8",
+    )
     option = option_adder(parser.add_argument_group("requests"))
     option("requests", type=at_least(1), default=8, help="How many; of a data set, how many of its utterances")
     option("data", metavar="DATA", help="PATH/data.json or task:name:PATH/dataset.json; random prompts if not given")
@@ -215,6 +226,8 @@ def _run_side(
     own: dict[str, Any] = {"device": device}
     if which.backend == "vllm":
         own = {"max_model_len": min(max(requests.longest, _CONTEXT), checkpoint.max_rows)} | options
+        if which.precision:
+            own["precision"] = which.precision
     engine = make_engine(which.backend, checkpoint, which.dtype, keep_logits=True, **own)
     try:
         return requests.run(engine)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,30 +138,33 @@ def _specifiers(args: argparse.Namespace) -> list[Specifier]:
 
 
 def _run_espnet(args: argparse.Namespace, given: frozenset[str], datasets: Sequence[Dataset]) -> int:
-    """Has ESPnet decode the sets, with the options of this command line that are its own; the exit code."""
-    from ..backends.espnet import espnet_command, run_espnet
+    """Has ESPnet decode the sets, one after the other, with the options of this command line that are its own; the exit code."""
+    from tempfile import TemporaryDirectory
+
+    from ..backends.espnet import BAGPIPER, espnet_command, run_espnet
+    from ..backends.espnet_files import train_config_for_espnet
     from ..io.json_lines import read_json
 
+    def found(dataset: Dataset, expected: list[str]) -> set[str]:
+        # Revisions differ in the name of the folder: task and name, or the specifier with its colons replaced.
+        names = (dataset.directory_name, dataset.specifier.text.replace(":", "_"))
+        folders = [args.output_dir / name.lstrip("/") for name in names]
+        paths = [path for folder in folders for path in folder.glob("inference_rank*/results.json")]
+        return {f"{dataset.specifier.name}: {uid}" for path in paths for uid in read_json(path)}.intersection(expected)
+
+    option = "test_registered_specifier" if any(args.test_registered_specifier or ()) else "test_unregistered_specifier"
     parts = range((args.rank - 1) * args.num_workers, args.rank * args.num_workers)
-    expected = {
-        f"{dataset.specifier.name}: {uid}"
-        for dataset in datasets
-        for rank in parts
-        for uid in dataset.share(rank, args.world_size * args.num_workers)
-    }
-
-    def found() -> set[str]:
-        keys = set()
+    codes = []
+    with TemporaryDirectory(prefix="espnet2-vllm-") as folder:
+        config = train_config_for_espnet(args.train_config, Path(folder))
         for dataset in datasets:
-            # Revisions differ in the name of the folder: task and name, or the specifier with its colons replaced.
-            names = (dataset.directory_name, dataset.specifier.text.replace(":", "_"))
-            for name in names:
-                for path in (args.output_dir / name.lstrip("/")).glob("inference_rank*/results.json"):
-                    keys |= {f"{dataset.specifier.name}: {uid}" for uid in read_json(path)}
-        return keys & expected
-
-    command = espnet_command("espnet2.speechlm.bin.inference", get_parser(), args, given)
-    return run_espnet(command, sorted(expected), found)
+            # An option of ESPnet is one specifier.
+            settings = {**vars(args), option: [dataset.specifier.text], "train_config": config}
+            command = espnet_command(BAGPIPER, get_parser(), argparse.Namespace(**settings), given)
+            shares = [dataset.share(rank, args.world_size * args.num_workers) for rank in parts]
+            expected = sorted(f"{dataset.specifier.name}: {uid}" for share in shares for uid in share)
+            codes.append(run_espnet(command, expected, partial(found, dataset, expected)))
+    return max(codes)
 
 
 def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> Speech | None:

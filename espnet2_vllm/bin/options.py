@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..audio_format import BITS, FORMATS
+from ..engine.quantized import PRECISIONS
 from ..errors import ConfigError, SpeechLMError, printable
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ _ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "max_model_len",
     "enforce_eager",
+    "precision",
+    "kv_cache_precision",
     "tensor_parallel_size",
     "data_parallel_size",
 )
@@ -157,6 +160,12 @@ def add_engine_options(option: Callable[..., None]) -> None:
     option("gpu_memory_utilization", type=share, help="vllm: share of the GPU's memory")
     option("max_model_len", type=at_least(2), help="vllm: rows of a sequence at most, prompt included")
     option("enforce_eager", type=flag, nargs="?", const=True, help="vllm: no CUDA graphs")
+    fp8 = {
+        "choices": PRECISIONS,
+        "help": "vllm on a GPU: of the layers' weights, quantised as they are loaded (faster)",
+    }
+    option("precision", **fp8)
+    option("kv_cache_precision", **{**fp8, "help": "vllm on a GPU: of the cache, of which twice as much fits"})
     option("tensor_parallel_size", type=at_least(1), help="vllm: GPUs that one model is spread over")
     option("data_parallel_size", type=at_least(1), help="vllm: engines that share the utterances, each on its own GPUs")
     option("engine_option", action="append", default=[], metavar="NAME=VALUE", help="Any other option of the engine")

@@ -9,6 +9,7 @@ from ..codec import CodecDescription, check_codec_fits, load_codec
 from ..errors import CheckpointError, SpeechLMError, shown
 from ..layout import Layout
 from ..text import TextTokenizer
+from .backbones import check_backbone
 from .expected import (
     ARCHITECTURES,
     Shapes,
@@ -75,6 +76,7 @@ def _findings(parts: list[Callable[[], str]]) -> Iterator[Finding]:
 
 def _check_config(directory: Path, layout: Layout) -> str:
     config = read_hf_config(directory, "converted directory")
+    check_backbone(directory, "converted directory")
     wanted = {
         "architectures": [ARCHITECTURES.get(config.model_type)],
         "vocab_size": layout.vocab_size,

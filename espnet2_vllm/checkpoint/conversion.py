@@ -11,6 +11,7 @@ from typing import Any
 from .. import __version__
 from ..errors import CheckpointError, ConfigError
 from ..text import TextTokenizer
+from .backbones import kept_keys, rope_settings
 from .describe import Description, describe, tokenizer_files
 from .expected import ARCHITECTURES
 from .names import CODEC, CONTINUOUS_AUDIO, MODEL
@@ -166,22 +167,17 @@ def backbone_config(description: Description, plan: Plan) -> dict[str, Any]:
     The ids of special tokens are taken out: they are the text tokenizer's and mean other things here. The dtype is the
     widest of the weights, so that loading by it loses nothing.
     """
-    config = description.backbone.to_dict()
+    config = {
+        key: value for key, value in description.backbone.to_dict().items() if key in kept_keys(description.backbone)
+    }
     config |= {
         "architectures": [ARCHITECTURES[config["model_type"]]],
         "vocab_size": description.layout.vocab_size,
         "tie_word_embeddings": False,
         "dtype": widest(plan),
         **{f"{name}_token_id": None for name in ("bos", "eos", "pad")},
+        **rope_settings(description.backbone),
     }
-    # transformers 4 does not know rope_parameters; 5 reads it first.
-    rope = dict(config.get("rope_parameters") or {})
-    if "rope_theta" in rope:
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        config["rope_theta"] = rope["rope_theta"]
-        config["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
-    for name in ("_name_or_path", "auto_map"):  # nobody is to look for code beside the weights
-        config.pop(name, None)
     return config
 
 

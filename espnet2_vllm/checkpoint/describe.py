@@ -9,6 +9,7 @@ from ..codec import CodecDescription
 from ..codec.locate import locate_directory
 from ..errors import CheckpointError, ConfigError
 from ..layout import Layout
+from .backbones import check_backbone
 from .expected import ARCHITECTURES, Shapes, read_hf_config
 from .sources import Source
 
@@ -96,6 +97,7 @@ def find_backbone(source: Source, name: str, key: str, revision: str | None = No
             f"{source.train_config}: {key} {name!r} is a model of type {config.model_type!r}; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
+    check_backbone(directory, f"{key} of {source.train_config.name}")
     return directory, config
 
 

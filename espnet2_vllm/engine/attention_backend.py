@@ -19,6 +19,8 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from .attention import OWN
 from .decode_attention import Workspace, decode_attention, fits
 
+PAGES = None  # order of a page in memory, NHD or HND; None: vLLM's
+
 
 class SpeechAttentionBackend(FlashAttentionBackend):
     """For decoders whose rows attend to all rows before them."""
@@ -36,6 +38,10 @@ class SpeechAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SpeechAttentionMetadataBuilder]:
         return SpeechAttentionMetadataBuilder
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        return PAGES
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -71,9 +77,9 @@ class SpeechAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        # FlashAttention's schedule, a kernel of its own, is for prompts.
-        single = common_attn_metadata.max_query_len == 1
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or single)
+        # FlashAttention's schedule, a kernel of its own, is for what FlashAttention will compute.
+        other = common_attn_metadata.max_query_len == 1 or self.kv_cache_dtype == torch.float32
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or other)
         metadata.workspace = self.workspace
         return metadata
 

@@ -83,8 +83,8 @@ ATTENTION = {
     "vllm.v1.attention.backend:AttentionType": "DECODER",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend": "supports_dtype",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": "alibi_slopes logits_soft_cap sinks head_size scale forward",
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "num_heads_q num_heads_kv headdim max_cudagraph_size "
-    "build | kv_cache_spec layer_names vllm_config device",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "num_heads_q num_heads_kv headdim kv_cache_dtype "
+    "max_cudagraph_size build | kv_cache_spec layer_names vllm_config device",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": "CUSTOM get_path is_overridden",
     "vllm.v1.attention.backends.registry:register_backend": "",
     "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "| q k v out cu_seqlens_q max_seqlen_q seqused_k "

@@ -158,6 +158,33 @@ def test_ratios_are_to_the_same_load(earlier, capsys):
     assert shown["plain-text vLLM", "1", "64"]["to plain text"] == "-"
 
 
+def test_plain_text_with_the_same_attention_and_what_bounds_a_load_are_shown(earlier, capsys):
+    from espnet2_vllm.bench.report import add_ratios, read_report, write_report
+
+    report = read_report(earlier)
+    cells = report["models"][0]["cells"]
+    cells.append(cell("plain-same", 64, 5000.0))
+    host = {"schedule": 1.0, "launch": 3.0, "wait": 5.0, "update": 1.0, "front end": 0.0}
+    parts = {"streams": 0.1, "attention": 4.0, "sampling": 0.0, "matmul": 3.0, "other": 0.5}
+    for one, busy in ((cells[2], 9.6), (cells[4], 8.0)):
+        one["profile"] = {"step_ms": 10.0, "host_ms": host, "device_ms": parts, "busy_ms": busy}
+    add_ratios(cells)
+    write_report(earlier, report)
+    assert bench.main(["--plot-from", str(earlier)]) == 0
+    rows = [[part.strip() for part in line.split("|")] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    headings = rows[0]
+    shown = {(row[1], row[4], row[3]): dict(zip(headings, row, strict=True)) for row in rows[2:10]}
+    assert shown["this engine", "64", "1"]["to plain text"] == "2.00"
+    assert shown["this engine", "64", "1"]["with the same attention"] == "1.60"
+    assert ("plain text, this engine's attention", "64", "1") in shown
+    bounds = [
+        row[-2]
+        for row in rows
+        if row[1] in ("this engine", "plain-text vLLM") and row[-2].startswith(("device", "host"))
+    ]
+    assert bounds == ["device, attention", "host, launch"]
+
+
 def test_earlier_runs_are_plotted_with_a_line_a_system(earlier, tmp_path, monkeypatch):
     labels = []
     draw = plot._draw

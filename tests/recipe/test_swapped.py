@@ -190,5 +190,8 @@ def test_stage_9_of_speechlm_sh_with_one_word_changed_decodes(tree, tmp_path):
     assert [[line.split()[0] for line in lines] for lines in written] == [
         [f"{task}_{uid}_sample0" for uid in uids[:2]], [f"{task}_{uids[2]}_sample0"]
     ]  # fmt: skip
+    merge = ["-m", "espnet2_vllm.bin.merge_outputs", "--family", "opuslm", "--data-json", folder / "data.json"]
+    merged = run(sys.executable, *merge, "--output-dir", "merged", logs / "output.1", logs / "output.2", cwd=recipe)
+    assert merged.returncode == 0 and "3 of 3 utterances have results" in merged.stdout
     command = (logs / "speechlm_inference.1.log").read_text(encoding="utf-8")
     assert f"espnet2_vllm.bin.speechlm_inference --ngpu 0 --data_path_and_name_and_type dump/raw_{task}/test" in command

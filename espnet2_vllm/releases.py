@@ -51,8 +51,9 @@ PAPER_DECODING: dict[str, Any] = {
 }
 
 CARD = "release.json"
-_CARD_KEYS = {"what": str, "system": str | None, "describe": Mapping}
+_CARD_KEYS = {"what": str, "system": str | None, "describe": Mapping, "render": Mapping}
 _DESCRIBE_KEYS = {"system": str | None, "prompt": str | None}
+_RENDER_KEYS = {"enforce_modality": list}
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Release:
     Attributes:
         system: the system turn of ``render``; None: none.
         describe_system, describe_prompt: the system turn of ``describe`` and the text behind the recording; None: none.
+        render_modalities: the segments that ``render`` asks for.
         text, audio: decoding yamls (a file, or what one would hold) of written and of spoken answers.
         dtype: as the yaml of written answers says; None if there is none.
     """
@@ -69,6 +71,7 @@ class Release:
     system: str | None = TTS_SYSTEM
     describe_system: str | None = UNDERSTAND_SYSTEM
     describe_prompt: str | None = UNDERSTAND_PROMPT
+    render_modalities: tuple[str, ...] = ("text", "audio")
     text: Path | Mapping[str, Any] = field(default_factory=lambda: PAPER_DECODING)
     audio: Path | Mapping[str, Any] = field(default_factory=lambda: PAPER_DECODING)
     dtype: str | None = None
@@ -159,7 +162,11 @@ def _read_card(path: Path) -> dict[str, Any]:
     _check_keys(path, content, _CARD_KEYS, "")
     describe = content.get("describe", {})
     _check_keys(path, describe, _DESCRIBE_KEYS, "describe.")
+    render = content.get("render", {})
+    _check_keys(path, render, _RENDER_KEYS, "render.")
     said = {"system": content["system"]} if "system" in content else {}
+    if "enforce_modality" in render:
+        said["render_modalities"] = tuple(render["enforce_modality"])
     return said | {f"describe_{key}": value for key, value in describe.items()}
 
 
@@ -172,5 +179,5 @@ def _check_keys(path: Path, content: Any, known: Mapping[str, Any], prefix: str)
             hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known are {', '.join(known)}"
             raise CheckpointError(f"{path}: key {prefix}{key} is unknown{hint}")
         if not isinstance(value, known[key]):
-            kind = {str: "a text", Mapping: "an object"}.get(known[key], "a text or null")
+            kind = {str: "a text", Mapping: "an object", list: "a list"}.get(known[key], "a text or null")
             raise CheckpointError(f"{path}: {prefix}{key} is {value!r:.60}, expected {kind}")

@@ -239,7 +239,7 @@ class SpeechLM(Assistant):
         self, messages: list[Message], audio_out: bool, decoding: Choice, seed: int | None
     ) -> tuple[str, bytes | None]:
         """See ``Assistant``; as ESPnet's ``LocalBagpiper._chat``. Of OpusLM, the answer's turns are these modalities."""
-        modalities = ("text", "audio") if audio_out else ("text",)
+        modalities = self.release.render_modalities if audio_out else ("text",)
         if self.checkpoint.family == "opuslm":
             turns, config = modalities, self.config(decoding)
         else:

@@ -1,7 +1,7 @@
 """Checkpoints as ESPnet writes them, values rounded to float16.
 
-Bagpiper: train.yaml, mp_rank_00_model_states.pt, backbone/. OpusLM: config.yaml, model.pth, hf_backbone/, decode_default.yaml. The
-codec lies in a folder beside both.
+Bagpiper: train.yaml, mp_rank_00_model_states.pt, backbone/, and what a release says of itself. OpusLM: config.yaml, model.pth,
+hf_backbone/, decode_default.yaml. The codec lies in a folder beside both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from codec_of import codec_files
 from lm_model import Net
 from transformers import PretrainedConfig
 
+SHIPPED = Path(__file__).resolve().parent.parent / "models" / "bagpiper"
+RELEASE_FILES = (
+    "release.json",
+    "inference_text.yaml",
+    "inference_audio.yaml",
+)  # turns and settings, whatever was trained
 CODEC = "../codec"  # from a checkpoint's folder
 SSL_NAME = "log-mel k-means of this recipe (local/logmel_units.py), in place of XEUS"
 
@@ -86,6 +92,8 @@ def export_bagpiper(
             tensors[f"multimodal_io_dict.discrete_audio.codec_model.{name}"] = tensor
     _save({"module": rounded(tensors)}, out / "mp_rank_00_model_states.pt")
     _write_yaml(out / "train.yaml", _bagpiper_yaml(net.layout.num_streams, dropout))
+    for name in RELEASE_FILES:
+        (out / name).write_bytes((SHIPPED / name).read_bytes())
 
 
 def _bagpiper_yaml(streams: int, dropout: float) -> dict[str, Any]:

@@ -57,3 +57,23 @@ def job_of(folder: pathlib.Path, monkeypatch):
         omni_folder(folder, encoder)
     monkeypatch.chdir(folder)
     return SpeechLMJobTemplate(arguments, is_train=False)
+
+
+def model_of(folder: pathlib.Path, monkeypatch):
+    """ESPnet's model of the checkpoint in ``folder``, which becomes the working directory: loaded strictly, ready to decode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    job = job_of(folder, monkeypatch)
+    conf = job.config["model"]["model_conf"]
+    for key in ("compile_transformer_body", "freeze_text_embeddings"):  # of older ESPnet
+        conf.pop(key, None)
+    backbone = pathlib.Path(job.config["model"]["model_hf_tag"])
+    kept = (backbone / "config.json").read_bytes()
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(backbone)).save_pretrained(backbone)
+    (backbone / "config.json").write_bytes(kept)
+    model = job.build_model()
+    tensors = state_dict(model_file(folder))
+    tensors.setdefault("vocab_weight", job.vocab_meta["vocab_weight"])
+    model.load_state_dict(tensors, strict=True)
+    model.prepare_inference()
+    return model.eval()

@@ -32,6 +32,22 @@ _CODECS = {"xcodec": xcodec_part, "espnet": espnet_codec_in_checkpoint}
 _DISCRETE = ("text", "discrete_audio")
 _CONTINUOUS = "continuous_audio"
 _RECORD = "vocab_intervals"  # key of the yaml, written by ESPnet's trainer
+_MODEL_CHOICES = ("parallel", "parallel_pp")  # the same model, trained as a whole or in the stages of a pipeline
+# Of model_conf: what is read here; what is of training, of older ESPnet's too; how transformers finds and holds the weights.
+_MODEL_CONF = (
+    *("dtype", "torch_dtype", "tie_word_embeddings", "revision"),
+    *("z_loss_weight", "compile_transformer_body", "freeze_text_embeddings", "attention_dropout"),
+    *(
+        "attn_implementation",
+        "cache_dir",
+        "device_map",
+        "force_download",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "token",
+    ),
+    *("trust_remote_code", "use_cache", "use_safetensors"),
+)
 _ENCODER_DTYPE = "bfloat16"  # default of ContinuousAudioIO
 
 log = logging.getLogger(__name__)
@@ -44,8 +60,9 @@ def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
     """
     arguments, where = source.arguments, source.train_config
     ios = _check_supported(arguments, where)
+    conf = _model_conf(arguments, where)
     name = require(arguments, "model.model_hf_tag", str, where)
-    directory, backbone = find_backbone(source, name, "model.model_hf_tag")
+    directory, backbone = find_backbone(source, name, "model.model_hf_tag", conf.get("revision"))
     tokenizer_name = require(arguments, "multimodal_io.text.tokenizer_name", str, where)
     tokenizer = find_tokenizer(source, tokenizer_name, "multimodal_io.text.tokenizer_name")
     text_size = _text_size(backbone, tokenizer, tokenizer_name, name, where)
@@ -53,9 +70,6 @@ def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
     codec, stream_sizes = _CODECS[description.kind](description, source.base_dir)
     layout = _layout(arguments, text_size, stream_sizes, vocab_order, where)
     continuous = _continuous(source, ios[_CONTINUOUS], backbone.hidden_size) if _CONTINUOUS in ios else None
-    conf = arguments["model"].get("model_conf") or {}
-    if not isinstance(conf, Mapping):
-        raise CheckpointError(f"{where}: model.model_conf is {conf!r}, expected a mapping")
     dtype_key = "dtype" if "dtype" in conf else "torch_dtype"
     return Description(
         source=source,
@@ -67,6 +81,7 @@ def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
         body_dtype=check_dtype(conf.get(dtype_key), f"model.model_conf.{dtype_key}", where, backbone),
         body_dtype_key=f"model.model_conf.{dtype_key}",
         stream_rows_spare=False,
+        tied=conf.get("tie_word_embeddings", False),
         preprocessor=_preprocessor(arguments, ios, where),
         codec=codec,
         continuous_audio=continuous,
@@ -79,9 +94,9 @@ def _check_supported(arguments: Mapping[str, Any], where: Path) -> Mapping[str, 
     """The IOs of the yaml, after everything that would need other code has been refused."""
     if arguments.get("job_type", "speechlm") != "speechlm":
         raise CheckpointError(f"{where}: job_type is {arguments['job_type']!r}, expected 'speechlm'")
-    if require(arguments, "model.model_choice", str, where) != "parallel":
+    if require(arguments, "model.model_choice", str, where) not in _MODEL_CHOICES:
         raise CheckpointError(
-            f"{where}: model.model_choice is {arguments['model']['model_choice']!r}; only 'parallel' is supported"
+            f"{where}: model.model_choice is {arguments['model']['model_choice']!r}; supported are {', '.join(_MODEL_CHOICES)}"
         )
     ios = require(arguments, "multimodal_io", Mapping, where)
     for name in ios:
@@ -103,6 +118,23 @@ def _check_supported(arguments: Mapping[str, Any], where: Path) -> Mapping[str, 
             "models with delayed streams (true) are supported"
         )
     return ios
+
+
+def _model_conf(arguments: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    """``model.model_conf``: what ESPnet gives to transformers, where any other key could change the model."""
+    conf = arguments["model"].get("model_conf") or {}
+    if not isinstance(conf, Mapping):
+        raise CheckpointError(f"{where}: model.model_conf is {conf!r}, expected a mapping")
+    for key, value in conf.items():
+        if key not in _MODEL_CONF:
+            raise CheckpointError(
+                f"{where}: model.model_conf.{key} is {value!r}, which is not known here and could change the model; known are "
+                f"{', '.join(_MODEL_CONF)}"
+            )
+    tied = conf.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{where}: model.model_conf.tie_word_embeddings is {tied!r}, expected true or false")
+    return conf
 
 
 def _text_size(backbone: Any, tokenizer: Path, tokenizer_name: str, name: str, where: Path) -> int:

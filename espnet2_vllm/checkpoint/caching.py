@@ -73,7 +73,7 @@ def ensure_converted(
 def fingerprint(source: Source, vocab_order: str) -> str:
     """Changes when a file that the conversion reads changes (size or time), or the converter does."""
     model = source.model_file
-    weights = sorted(model.iterdir()) if model.is_dir() else [model]
+    weights = sorted(path for path in model.rglob("*") if path.is_file()) if model.is_dir() else [model]
     files = [source.train_config, *weights, *describe(source, vocab_order=vocab_order).files]
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     content = json.dumps([FORMAT_VERSION, vocab_order, states])

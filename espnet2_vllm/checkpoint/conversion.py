@@ -14,7 +14,7 @@ from ..text import TextTokenizer
 from .backbones import kept_keys, rope_settings
 from .describe import Description, describe, tokenizer_files
 from .expected import ARCHITECTURES
-from .names import CODEC, CONTINUOUS_AUDIO, MODEL
+from .names import CODEC, CONTINUOUS_AUDIO, EMBEDDING, HEAD, LOSS_WEIGHTS, MODEL
 from .plan import DTYPES, KEEP, Plan, make_plan
 from .sources import DESCRIPTION_FILE, Source, find_source
 from .tensors import TensorSource, open_tensors
@@ -81,6 +81,8 @@ def convert_source(
     tensors = open_tensors(source.model_file)
     plan = make_plan(description, tensors, dtype=dtype)
     _check_second_head(tensors, plan)
+    _check_tied(description, tensors, plan)
+    _check_loss_weights(description, tensors, plan)
     with appearing(dst, plan.nbytes) as folder:
         _write_small_files(description, plan, folder)
         _check_tokenizer(description, folder / "tokenizer")
@@ -118,6 +120,38 @@ def _check_second_head(tensors: TensorSource, plan: Plan) -> None:
             f"{tensors.path}: {first} and {second} differ, though they are one parameter in ESPnet; which one decodes "
             "depends on the order of loading. Save the model again from ESPnet"
         )
+
+
+def _check_tied(description: Description, tensors: TensorSource, plan: Plan) -> None:
+    """A tied head is one parameter with the embedding, which a file may hold under both names."""
+    import torch
+
+    names = [entry.source for entry in plan.part(MODEL) if entry.name in (EMBEDDING, HEAD)]
+    if description.tied and not torch.equal(*map(tensors.load, names)):
+        raise CheckpointError(
+            f"{tensors.path}: {' and '.join(names)} differ, though model.model_conf.tie_word_embeddings of "
+            f"{description.source.train_config} makes them one. ESPnet before 202609 took that key and did not tie: if the model "
+            "is of its time, take the key out"
+        )
+
+
+def _check_loss_weights(description: Description, tensors: TensorSource, plan: Plan) -> None:
+    """The loss has one weight for all ids of text and of each stream: where it changes in between, the ids are others."""
+    name = next((name for name in plan.dropped if name.endswith(LOSS_WEIGHTS)), None)
+    layout = description.layout
+    if name is None or tensors.specs[name].shape != (layout.vocab_size,):
+        return
+    weights = tensors.load(name)
+    for what, (start, stop) in (
+        ("text", layout.text),
+        *((f"audio stream {s}", span) for s, span in enumerate(layout.streams)),
+    ):
+        low, high = map(float, weights[start:stop].aminmax())
+        if low != high:
+            raise CheckpointError(
+                f"{tensors.path}: ids {start} to {stop - 1} are {what} by {description.source.train_config}, but {name}, the "
+                f"weight of each id in training, goes from {low:g} to {high:g} there: the ids are in another order (--vocab-order)"
+            )
 
 
 def _check_tokenizer(description: Description, folder: Path) -> None:

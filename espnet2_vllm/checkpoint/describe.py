@@ -57,6 +57,7 @@ class Description:
         body_dtype: dtype in which ESPnet creates the backbone and so rounds its weights; None: it does not.
         body_dtype_key: where that is said, for the report.
         stream_rows_spare: whether the stream embedding may have more rows than streams.
+        tied: whether the head is the embedding, one parameter under two names.
         preprocessor: facts that the prompt needs.
         files: all small files read, for the fingerprint of the cache.
         notes: lines for the report.
@@ -72,6 +73,7 @@ class Description:
     body_dtype_key: str
     stream_rows_spare: bool
     preprocessor: Mapping[str, Any]
+    tied: bool = False
     codec: CodecPart | None = None
     continuous_audio: ContinuousAudioPart | None = None
     files: tuple[Path, ...] = ()

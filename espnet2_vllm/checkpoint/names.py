@@ -12,6 +12,8 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 STREAM_EMBEDDING = "stream_emb.weight"
 
+LOSS_WEIGHTS = "vocab_weight"  # Bagpiper: of each id in the loss
+
 # Parts of a converted directory.
 MODEL = "model"
 CODEC = "codec"
@@ -88,7 +90,7 @@ _DROPS = {
         _ROTARY,
     ),
     "bagpiper": (
-        Drop("buffer of the loss", suffix=".vocab_weight"),
+        Drop("buffer of the loss", suffix="." + LOSS_WEIGHTS),
         Drop("the codec's discriminator, used in its training only", prefix=_CODEC_PREFIX + "codec.discriminator."),
         _ROTARY,
     ),

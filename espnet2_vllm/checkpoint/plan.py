@@ -1,7 +1,7 @@
 """What becomes of every tensor, decided from names, shapes and dtypes alone; no weight is read here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointError
@@ -76,6 +76,8 @@ def make_plan(description: Description, source: TensorSource, *, dtype: str = KE
     """
     family, where = description.source.family, str(source.path)
     mapped, dropped, unknown = map_names(family, source.specs, where)
+    if description.tied and HEAD not in {entry.name for entry in mapped if entry.part == MODEL}:
+        mapped += [replace(entry, name=HEAD) for entry in mapped if (entry.part, entry.name) == (MODEL, EMBEDDING)]
     by_place = {(entry.part, entry.name): source.specs[entry.source] for entry in mapped}
     _check_vocabulary(description, by_place, where)
     _check_streams(description, by_place, where)

@@ -14,6 +14,7 @@ from ..errors import CheckpointError, shown
 
 DESCRIPTION_FILE = "speechlm.json"  # what makes a directory a converted one
 DCP_METADATA = ".metadata"  # torch.distributed.checkpoint writes it last, so a save without it is incomplete
+_PP_FOLDER = re.compile(r"pp_(\d+)_(\d+)")  # of one stage of a pipeline: its number and how many there are
 
 # A top-level key that only the training yaml of that family has.
 # (token_list alone would be any ESPnet task's.)
@@ -167,7 +168,7 @@ def _family_of(path: Path) -> str | None:
 def _given_model(path: Path, base_dir: Path) -> tuple[Path, tuple[str, ...]]:
     places = list(dict.fromkeys([path, base_dir / path]))
     for place in places:
-        if place.is_file() or (place / DCP_METADATA).is_file():
+        if place.is_file() or (place / DCP_METADATA).is_file() or pipeline_stages(place):
             return place, ()
         if place.is_dir():
             found = _in_step_folder(place) or _sole_file(place)
@@ -204,7 +205,7 @@ def _search_model(folder: Path, family: str) -> tuple[Path, tuple[str, ...]]:
 
 _LOOKED_FOR_STEP = (
     f"{_DEEPSPEED_FILE}, [checkpoints/]step_N/{{global_step,universal_step}}N/{_DEEPSPEED_FILE}, "
-    f"[checkpoints/]step_N/{DCP_METADATA}"
+    f"[checkpoints/]step_N/{DCP_METADATA}, [checkpoints/]step_N/pp_*_*/{DCP_METADATA} of every stage"
 )
 
 
@@ -219,8 +220,8 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _in_step_folder(folder: Path) -> Path | None:
-    """The model of one saved step: DeepSpeed's file, directly or one folder down, or a torch.distributed folder."""
-    if (folder / DCP_METADATA).is_file():
+    """The model of one saved step: DeepSpeed's file, directly or one folder down, or torch.distributed folders."""
+    if (folder / DCP_METADATA).is_file() or pipeline_stages(folder):
         return folder
     places = [folder]
     if folder.name != "checkpoints":
@@ -229,6 +230,16 @@ def _in_step_folder(folder: Path) -> Path | None:
         if (place / _DEEPSPEED_FILE).is_file():
             return place / _DEEPSPEED_FILE
     return None
+
+
+def pipeline_stages(folder: Path) -> list[Path]:
+    """The torch.distributed folders of a pipeline-parallel step (``pp_<stage>_<stages>``), if all of them are complete."""
+    stages = {match.groups(): path for path in folder.glob("pp_*_*") if (match := _PP_FOLDER.fullmatch(path.name))}
+    counts = {int(of) for _, of in stages}
+    complete = sorted(int(stage) for (stage, _), path in stages.items() if (path / DCP_METADATA).is_file())
+    if len(counts) != 1 or complete != list(range(*counts)):
+        return []
+    return [path for _, path in sorted(stages.items(), key=lambda item: int(item[0][0]))]
 
 
 def _refuse_split(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointError
-from .sources import DCP_METADATA
+from .sources import DCP_METADATA, pipeline_stages
 
 # Wrappers that a state dict comes in, outermost first: DeepSpeed and export_checkpoint.py, ESPnet's trainer.
 _WRAPPERS = ("module", "model")
@@ -54,6 +54,9 @@ class TensorSource(Protocol):
 def open_tensors(path: Path) -> TensorSource:
     """A torch file or a torch.distributed folder. Raises CheckpointError if it cannot be read."""
     if path.is_dir():
+        stages = pipeline_stages(path)
+        if stages:
+            return PipelineSource(path, stages)
         if not (path / DCP_METADATA).is_file():
             raise CheckpointError(
                 f"{path} is not a complete torch.distributed checkpoint: {DCP_METADATA} is missing (it is written last). "
@@ -170,6 +173,33 @@ class DistributedSource:
         except (*_READ_ERRORS, dcp.CheckpointException) as error:
             raise CheckpointError(f"{self.path}: tensor {name} ({spec}) cannot be read: {error}") from error
         return tensor
+
+
+class PipelineSource:
+    """The folders of a pipeline's stages, of which each holds its layers under their numbers in the whole model.
+
+    A stage saves a list of chunks (``TitanPPTrainer``), so that names begin with the number of one. Raises CheckpointError as
+    ``DistributedSource``, and if two stages hold the same tensor.
+    """
+
+    def __init__(self, path: Path, stages: Sequence[Path]) -> None:
+        self.path = path
+        self.notes = (f"read from the torch.distributed checkpoints of the {len(stages)} stages of {path.name}",)
+        self._places: dict[str, tuple[DistributedSource, str]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for stage in map(DistributedSource, stages):
+            for name, spec in stage.specs.items():
+                chunk, _, short = name.partition(".")
+                short = short if chunk.isdecimal() else name
+                if short in self._places:
+                    raise CheckpointError(
+                        f"{stage.path}: {name} is also in {self._places[short][0].path}; are these stages of one model?"
+                    )
+                self._places[short], self.specs[short] = (stage, name), spec
+
+    def load(self, name: str) -> Any:
+        source, own = self._places[name]
+        return source.load(own)
 
 
 def _open_reader(path: Path) -> Any:

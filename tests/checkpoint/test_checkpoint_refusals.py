@@ -207,7 +207,7 @@ def test_a_record_of_another_kind_is_named(wrong, tmp_path):
 @pytest.mark.parametrize(
     ("pair", "words"),
     [
-        (("model_choice: parallel", "model_choice: serial"), "model.model_choice is 'serial'; only 'parallel'"),
+        (("model_choice: parallel", "model_choice: serial"), "model.model_choice is 'serial'; supported are parallel"),
         (("ssl_choice: null", "ssl_choice: ESPnet"), "ssl_choice is 'ESPnet'"),
         (("delay_interleave: true", "delay_interleave: false"), "delay_interleave is False"),
         (("codec_choice: Xcodec", "codec_choice: EnCodec"), "codec_choice 'EnCodec'"),

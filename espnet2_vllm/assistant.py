@@ -49,12 +49,12 @@ class Assistant:
         Raises:
             FileNotFoundError: if there is no such recording, before anything else happens.
         """
-        recording = _recording(audio)
+        heard = recording(audio)
         if system is AUTO:
             system = self.release.describe_system
         if prompt is AUTO:
             prompt = self.release.describe_prompt
-        messages = _system(system) + [("user", "audio", recording)]
+        messages = _system(system) + [("user", "audio", heard)]
         if prompt is not None:
             messages.append(("user", "text", prompt))
         return self._chat(messages, False, decoding, seed)[0]
@@ -86,7 +86,7 @@ def _system(text: str | None) -> list[Message]:
     return [("system", "text", text)] if text else []
 
 
-def _recording(audio: Any) -> Any:
+def recording(audio: Any) -> Any:
     """The name of a recording, or (samples, rate) as they are. NoRecordingError for a name without a file."""
     if not isinstance(audio, (str, os.PathLike)):
         return audio

@@ -15,6 +15,8 @@ COMMANDS = {
     "chat": ("espnet2_vllm.bin.speechlm_inference_chat", "decode data.json sets with an OpusLM checkpoint"),
     "speechlm": ("espnet2_vllm.bin.speechlm_inference", "the same with the options of ESPnet's older decoder"),
     "inference": ("espnet2_vllm.bin.inference", "decode dataset.json sets with a Bagpiper checkpoint"),
+    "describe": ("espnet2_vllm.bin.describe", "say what is in a recording"),
+    "render": ("espnet2_vllm.bin.render", "make the sound of a described scene"),
     "prepare-data": ("espnet2_vllm.bin.prepare_data", "make data.json or dataset.json from a Kaldi data directory"),
     "split-data": ("espnet2_vllm.bin.split_data", "split data.json into one part a job"),
     "merge-outputs": ("espnet2_vllm.bin.merge_outputs", "merge what the jobs of one set wrote"),

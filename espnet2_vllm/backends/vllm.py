@@ -16,6 +16,7 @@ from ..engine.compat import check_options, engine_version, let_modules_be_scanne
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.quantized import vllm_options
+from ..engine.plugin import register_classes
 from ..engine.rendezvous import stay_on_this_machine
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
@@ -163,6 +164,7 @@ class VllmEngine:
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
         if cpu:
             defaults["enforce_eager"] = True  # compiling takes longer than most runs on a CPU
+            register_classes()
         elif options.get("max_num_seqs", 0) > 512 and not {"compilation_config", "cudagraph_capture_sizes"} & set(
             options
         ):

@@ -23,6 +23,19 @@ def register() -> None:
             ModelRegistry.register_model(name, f"espnet2_vllm.engine.models:{name}")
 
 
+def register_classes() -> None:
+    """Registers the classes themselves. vLLM looks at a lazy one in a process of its own, whose imports take half of a start.
+
+    For an engine in this process, where there is no device that importing could touch before its time.
+    """
+    from vllm import ModelRegistry
+
+    from . import models
+
+    for name in ARCHITECTURES:
+        ModelRegistry.register_model(name, getattr(models, name))
+
+
 def _set_up_logging() -> None:
     """In a process that vLLM started nobody has set up logging but vLLM, for itself: what it shows, it shows of ours too."""
     own, theirs = logging.getLogger("espnet2_vllm"), logging.getLogger("vllm")

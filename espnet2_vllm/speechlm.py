@@ -75,6 +75,7 @@ class SpeechLM(Assistant):
         from .backends import check_engine, check_options
         from .bin.options import choose_device
         from .codec.share import Share
+        from .logs import quiet_engine
         from .plan import LONG_AUDIO
         from .prompt.bagpiper import listening_of
 
@@ -87,6 +88,7 @@ class SpeechLM(Assistant):
         self.device = choose_device(device, gpu=True)
         self.dtype = dtype or self.release.dtype or ("float32" if self.device == "cpu" else "bfloat16")
         check_engine(backend, self.dtype)
+        quiet_engine()
         check_options(backend, options)
         if attn_implementation is not None:
             log.warning(

@@ -11,7 +11,6 @@ from conftest import golden_models
 
 from espnet2_vllm.audio.writing import append_to_ark
 from espnet2_vllm.audio_format import AudioFormat
-from espnet2_vllm.bin.options import OneLineFormatter
 from espnet2_vllm.checkpoint import convert, ensure_converted, open_checkpoint
 from espnet2_vllm.checkpoint.sources import read_yaml, require
 from espnet2_vllm.codec.base import CodecDescription
@@ -19,6 +18,7 @@ from espnet2_vllm.codec.espnet import find_files
 from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.errors import MOST_CHARACTERS, CheckpointError, ConfigError, DataError, SpeechLMError, shown
 from espnet2_vllm.io.specifiers import read_registry
+from espnet2_vllm.logs import OneLineFormatter
 from espnet2_vllm.safe_yaml import parse_yaml
 
 BOMB = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(

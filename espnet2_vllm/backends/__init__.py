@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EngineError
+from ..logs import say
 from .base import Engine
 from .run import decode
 
@@ -40,7 +42,11 @@ def make_engine(name: str, checkpoint: Checkpoint, dtype: str, **options: Any) -
     check_engine(name, dtype)
     engine_class = _engine_class(name, options)
     check_options(name, options)
-    return engine_class(checkpoint, dtype=dtype, **options)
+    begun = time.monotonic()
+    say(f"starting the engine ({name}); this can take a minute")
+    engine = engine_class(checkpoint, dtype=dtype, **options)
+    say(f"the engine is ready after {time.monotonic() - begun:.0f} s")
+    return engine
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..bin.options import LOG_FORMAT
 from ..checkpoint import open_checkpoint
 from ..engine.core import rules_from
 from ..errors import SpeechLMError
+from ..logs import LOG_FORMAT
 from ..plan import RowRequest
 from .base import Engine, Outcome
 from .parallel import Results, Start, receive, send

@@ -15,8 +15,8 @@ from ..engine.attention import set_attention
 from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
-from ..engine.quantized import vllm_options
 from ..engine.plugin import register_classes
+from ..engine.quantized import vllm_options
 from ..engine.rendezvous import stay_on_this_machine
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
@@ -162,6 +162,7 @@ class VllmEngine:
         for name in set(fixed) & set(options):
             raise ConfigError(f"engine option {name} is set by the backend itself")
         defaults = {"disable_log_stats": True, "enable_prefix_caching": True, "max_num_seqs": 16 if cpu else 512}
+        defaults["use_tqdm_on_load"] = False
         if cpu:
             defaults["enforce_eager"] = True  # compiling takes longer than most runs on a CPU
             register_classes()

@@ -47,7 +47,7 @@ def alone[T](function: Callable[..., _T], *args: Any) -> _T:
 
 
 def _work(connection: Connection, level: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    from ..bin.options import set_up_logging
+    from ..logs import set_up_logging
 
     set_up_logging(logging.getLevelName(level))
     try:

@@ -102,6 +102,8 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..checkpoint import ensure_converted
     from ..decoding import load_decoding
     from ..io.dataset_json import open_datasets
+    from ..io.journal import FOLDER
+    from ..logs import LIBRARIES, libraries_to_file
 
     if args.rank > args.world_size:
         raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
@@ -116,6 +118,7 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     )
     config.check_vocabulary(checkpoint.layout.vocab_size)
     device = choose_device(args.device, gpu=True)
+    libraries_to_file(args.output_dir / FOLDER / LIBRARIES)
     speech = load_speech(config, checkpoint, device)
     if args.backend == "pytorch":
         options["device"] = device

@@ -14,11 +14,11 @@ from typing import Any
 
 from ..audio_format import BITS, FORMATS
 from ..engine.quantized import PRECISIONS
-from ..errors import ConfigError, SpeechLMError, printable
+from ..errors import ConfigError, SpeechLMError
+from ..logs import set_up_logging
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
 BACKENDS = ("vllm", "pytorch")
 ESPNET = "espnet"  # no engine: another program
 # Options of their own for the settings of vLLM that people change most; the rest goes through --engine_option.
@@ -277,22 +277,6 @@ def _heeding_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class OneLineFormatter(logging.Formatter):
-    """Keeps each message on a line of its own: an id or a text with a line break in it cannot write a line of the log."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        record.message = printable(record.message).replace("\n", "\\n")
-        return super().formatMessage(record)
-
-
-def set_up_logging(level: str = "INFO") -> None:
-    """Logs to stderr in ESPnet's format; where the caller has set up logging already, only the level is set."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter(LOG_FORMAT))
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger().setLevel(level.upper())
 
 
 def choose_device(wanted: str | None, *, gpu: bool) -> str:

@@ -113,6 +113,8 @@ def open_and_decode(
 ) -> int:
     """Opens the checkpoint, checks it against the settings, and decodes ``data``; ``writer``: of ``decode_set``."""
     from ..checkpoint import ensure_converted
+    from ..io.journal import FOLDER
+    from ..logs import LIBRARIES, libraries_to_file
     from ..prompt.tasks import check_fixed_length
 
     if config.fixed_length:
@@ -122,6 +124,7 @@ def open_and_decode(
     config.check_streams(checkpoint.layout.num_streams)
     config.check_vocabulary(checkpoint.layout.vocab_size)
     device = choose_device(args.device, gpu=args.ngpu > 0 or args.backend == "vllm")
+    libraries_to_file(args.output_dir / FOLDER / LIBRARIES)
     speech = load_speech(config, checkpoint, data, args.train_config, device)
     if args.backend == "pytorch":
         options["device"] = device

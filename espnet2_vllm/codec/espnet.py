@@ -20,6 +20,7 @@ from espnet2_vllm.codec.modules import for_inference
 from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder, push_together
 from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
 from espnet2_vllm.errors import CheckpointError, ConfigError, shown
+from espnet2_vllm.logs import printing_to_log
 from espnet2_vllm.safe_yaml import read_yaml
 from espnet2_vllm.unfetched import nothing_fetched
 
@@ -197,7 +198,8 @@ def _build(config: Path) -> torch.nn.Module:
     from typeguard import TypeCheckError
 
     try:
-        model = AudioCoding(train_config=config, model_file=None, device="cpu").model
+        with printing_to_log():
+            model = AudioCoding(train_config=config, model_file=None, device="cpu").model
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, TypeCheckError) as error:
         raise CheckpointError(f"ESPnet cannot build the codec of {config}: {type(error).__name__}: {error}") from error
     if hasattr(model.codec, "discriminator"):

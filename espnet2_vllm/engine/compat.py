@@ -7,6 +7,7 @@ import multiprocessing.connection
 import pathlib
 import sys
 import threading
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,8 @@ def let_modules_be_scanned() -> None:
     Raises:
         EngineError: if this llvmlite keeps its functions in another way, under which vLLM would fail.
     """
+    # What it only looks at may be deprecated.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils\.dispatcher")
     binding = sys.modules.get("llvmlite.binding.ffi")
     if binding is None or isinstance(getattr(binding.lib, "__dict__", {}), Mapping):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from ..logs import in_process_of_vllm
 
 ARCHITECTURES = ("SpeechLMQwen3ForCausalLM", "SpeechLMLlamaForCausalLM", "SpeechLMOlmo2ForCausalLM")
 
@@ -14,7 +14,7 @@ def register() -> None:
     from .attention import register_own
     from .compat import let_modules_be_scanned
 
-    _set_up_logging()
+    in_process_of_vllm()
     let_modules_be_scanned()
     register_own()
     known = ModelRegistry.get_supported_archs()
@@ -34,13 +34,3 @@ def register_classes() -> None:
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, getattr(models, name))
-
-
-def _set_up_logging() -> None:
-    """In a process that vLLM started nobody has set up logging but vLLM, for itself: what it shows, it shows of ours too."""
-    own, theirs = logging.getLogger("espnet2_vllm"), logging.getLogger("vllm")
-    if own.hasHandlers() or not theirs.handlers:
-        return
-    for handler in theirs.handlers:
-        own.addHandler(handler)
-    own.setLevel(theirs.getEffectiveLevel())

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
+from ..checkpoint.expected import read_hf_config
+from ..checkpoint.headers import check_weights
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Network:
         if random:
             model = _random_backbone(checkpoint.path, dtype, device, attention)
         else:
+            check_weights(checkpoint.path, read_hf_config(checkpoint.path, "converted directory"), checkpoint.layout)
             model = _load_backbone(checkpoint.path, dtype, attention).to(device)
         model.eval().requires_grad_(False)
         self.config, self._backbone = model.config, model.get_decoder()
@@ -75,7 +78,6 @@ class Network:
             )
         else:
             self._stream_embedding = _read_tensor(checkpoint.path, "stream_emb.weight").to(device, dtype)
-        self._check_shapes(checkpoint.path)
         ids = self.layout.auxiliary_candidates()
         width = max(map(len, ids), default=0)
         rows = [[*row, *[self.layout.pad] * (width - len(row))] for row in ids]
@@ -83,17 +85,6 @@ class Network:
         sizes = torch.tensor([len(row) for row in ids], dtype=torch.int64, device=device)
         self.filled = torch.arange(width, device=device) >= sizes[:, None]
         self._auxiliary_heads = self._head[self.candidates]
-
-    def _check_shapes(self, path: Path) -> None:
-        rows, hidden = self._embedding.shape
-        expected = {
-            "lm_head.weight": (self._head.shape, (rows, hidden)),
-            "stream_emb.weight": (self._stream_embedding.shape, (self.layout.num_streams, hidden)),
-            "model.embed_tokens.weight": (self._embedding.shape, (self.layout.vocab_size, hidden)),
-        }
-        for name, (found, wanted) in expected.items():
-            if tuple(found) != wanted:
-                raise CheckpointError(f"{path}: {name} has shape {tuple(found)}, expected {wanted}; convert it again")
 
     def embed(self, rows: np.ndarray) -> torch.Tensor:
         """Sum over the streams: [n, S] ids to [n, H]."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..checkpoint.headers import check_weights
 from ..engine import channel
 from ..engine.attention import set_attention
 from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
@@ -40,8 +41,7 @@ WORKERS = {
     True: "espnet2_vllm.engine.worker_cpu.SpeechCPUWorker",
     False: "espnet2_vllm.engine.worker_gpu.SpeechGPUWorker",
 }
-
-
+UNCHECKED = ("dummy", "sharded_state")  # load formats that do not read the directory's tensors by name
 _FIXED = (
     "model",
     "dtype",
@@ -178,6 +178,8 @@ class VllmEngine:
         check_symbols(self.version, cpu=cpu, v2=config.use_v2_model_runner)
         if not cpu:
             set_attention(config)
+        if config.load_config.load_format not in UNCHECKED:
+            check_weights(checkpoint.path, config.model_config.hf_config, checkpoint.layout)
         return config
 
     def _prepare_environment(self, cpu: bool, dtype: str, ranks: int) -> None:

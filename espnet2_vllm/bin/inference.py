@@ -177,6 +177,7 @@ def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> 
         ConfigError: if audio may be generated and the checkpoint has no codec.
         CheckpointError: if the codec cannot be loaded or does not fit the checkpoint's streams.
     """
+    from ..codec import codec_files
     from ..io.results import Speech
     from .job import load_fitting_codec
 
@@ -189,7 +190,7 @@ def load_speech(config: DecodingConfig, checkpoint: Checkpoint, device: str) -> 
         return None
     layout = checkpoint.layout
     codec = load_fitting_codec(checkpoint.codec, checkpoint.codec_base, layout, device)
-    return Speech(codec)
+    return Speech(codec, files=codec_files(checkpoint.codec, checkpoint.codec_base))
 
 
 def _decode_all(
@@ -201,8 +202,9 @@ def _decode_all(
     options: dict[str, Any],
 ) -> int:
     from ..backends import make_engine
+    from ..checkpoint.identity import identity
     from ..text import TextTokenizer
-    from .job import checkpoint_identity, drawn_seed, journal_settings, prepare_speech, report
+    from .job import drawn_seed, journal_settings, prepare_speech, report
     from .report import end_of_run
 
     args.seed = drawn_seed(
@@ -212,7 +214,8 @@ def _decode_all(
     options = prepare_speech(speech, args, options)
     settings = journal_settings(
         config,
-        checkpoint=checkpoint_identity(checkpoint),
+        checkpoint=identity(checkpoint, () if speech is None else speech.files),
+        checkpoint_path=checkpoint.path,
         backend=args.backend,
         seed=args.seed,
         nbest=1,

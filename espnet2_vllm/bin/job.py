@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import logging
 import sys
 import time
@@ -19,7 +18,7 @@ from .. import __version__
 from ..audio_format import AudioFormat
 from ..drive import draw_seed
 from ..errors import CheckpointError, EngineError, SpeechLMError
-from ..io.journal import Record, digest, earlier_settings
+from ..io.journal import CHECKPOINT_PATH, Record, digest, earlier_settings
 from ..io.results import OUTSIDE, Draft, ResultWriter, Speech, outcome
 from ..plan import FAILED, OK, OUTCOMES, Utterance
 from .options import RANDOM_SEED, gpus_wanted
@@ -27,7 +26,6 @@ from .options import RANDOM_SEED, gpus_wanted
 if TYPE_CHECKING:
     from ..audio.tower import AudioTower
     from ..backends import Engine
-    from ..checkpoint import Checkpoint
     from ..codec import Codec, CodecDescription
     from ..decoding import DecodingConfig
     from ..layout import Layout
@@ -275,12 +273,6 @@ def prepare_speech(speech: Speech | None, args: argparse.Namespace, options: Map
     return make_room(options, taken, torch.cuda.get_device_properties(speech.codec.device).total_memory)
 
 
-def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What tells a journal that it is the same checkpoint: where it came from and its description, which names its tensors."""
-    description = (checkpoint.path / "speechlm.json").read_bytes()
-    return {"path": str(checkpoint.path), "description": hashlib.sha256(description).hexdigest()[:16]}
-
-
 def drawn_seed(seed: int | str, resume: bool, directories: Iterable[Path]) -> int:
     """The seed of a run that was given ``seed``, a number or ``random``.
 
@@ -290,10 +282,10 @@ def drawn_seed(seed: int | str, resume: bool, directories: Iterable[Path]) -> in
     if seed != RANDOM_SEED:
         return int(seed)
     earlier = next(filter(None, map(earlier_settings, directories)), {}).get("seed") if resume else None
-    if earlier is None:
+    if not isinstance(earlier, int):
         return draw_seed()
     log.info("going on with seed %d, with which the earlier run began", earlier)
-    return int(earlier)
+    return earlier
 
 
 def _without_defaults(decoding: dict[str, Any]) -> None:
@@ -305,6 +297,8 @@ def _without_defaults(decoding: dict[str, Any]) -> None:
             del block["top_p"]
 
 
+# Of prompts, decoding and result files: to be raised with every change after which the same input gives other results.
+RULES = 1
 RESULT_OPTIONS = ("max_rows", "max_model_len", "load_format", "quantization", "kv_cache_dtype", "hf_overrides")
 
 
@@ -312,6 +306,7 @@ def journal_settings(
     config: DecodingConfig,
     *,
     checkpoint: Mapping[str, Any],
+    checkpoint_path: Path | None = None,
     backend: str,
     seed: int,
     nbest: int,
@@ -319,15 +314,21 @@ def journal_settings(
     with_scores: bool = False,
     form: AudioFormat | None = None,
 ) -> dict[str, Any]:
-    """Everything that results depend on besides the utterances themselves; of the engine's ``options`` those that do."""
+    """Everything that results depend on besides the utterances themselves; of the engine's ``options`` those that do.
+
+    Args:
+        checkpoint: ``checkpoint.identity``. Where it lies is noted for reports only.
+    """
     decoding = asdict(config)
     for name in ("source", "cli", "nproc", "seed", "nbest"):  # where they come from, or how files are laid out
         del decoding[name]
     _without_defaults(decoding)
     return {
         "version": __version__,
+        "rules": RULES,
         "backend": backend,
         "checkpoint": dict(checkpoint),
+        **({} if checkpoint_path is None else {CHECKPOINT_PATH: str(checkpoint_path)}),
         "decoding": decoding,
         "seed": seed,
         "nbest": nbest,

@@ -236,7 +236,7 @@ def load_speech(
         ConfigError: if there is audio to write and no codec is named.
         CheckpointError: if the codec cannot be loaded or does not fit the checkpoint's streams.
     """
-    from ..codec import SILENT_FRAMES, codec_from_tokenizer
+    from ..codec import SILENT_FRAMES, codec_files, codec_from_tokenizer
     from ..io.results import Speech
     from ..prompt.tasks import AUDIO_MODALITIES
     from .job import load_fitting_codec
@@ -259,7 +259,7 @@ def load_speech(
             "config_path and checkpoint_path)"
         )
     codec = load_fitting_codec(description, base, layout, device)
-    return Speech(codec, silent_frames=SILENT_FRAMES)
+    return Speech(codec, silent_frames=SILENT_FRAMES, files=codec_files(description, base))
 
 
 def decode_set(
@@ -317,12 +317,14 @@ def _journal(
     options: dict[str, Any],
     nbest: int,
 ) -> Journal:
+    from ..checkpoint.identity import identity
     from ..io.journal import Journal
-    from .job import checkpoint_identity, journal_settings
+    from .job import journal_settings
 
     settings = journal_settings(
         config,
-        checkpoint=checkpoint_identity(checkpoint),
+        checkpoint=identity(checkpoint, () if speech is None else speech.files),
+        checkpoint_path=checkpoint.path,
         backend=args.backend,
         seed=args.seed,
         nbest=nbest,

@@ -6,29 +6,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codec import CodecDescription, check_codec_fits, load_codec
-from ..errors import CheckpointError, SpeechLMError, shown
+from ..errors import CheckpointError, SpeechLMError
 from ..layout import Layout
 from ..text import TextTokenizer
 from .backbones import check_backbone
 from .expected import (
     ARCHITECTURES,
-    Shapes,
     backbone_shapes,
     continuous_audio_shapes,
     encoder_config,
     read_hf_config,
     xcodec_shapes,
 )
+from .headers import compare, compare_shapes, read_header, read_index
 from .names import CODEC, CONTINUOUS_AUDIO, EMBEDDING, HEAD, MODEL
-from .opening import check_inside, read_description, read_layout
+from .opening import read_description, read_layout
 from .tensors import TensorSpec
 from .writing import INDEX
-
-# safetensors' names of dtypes -> torch's.
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"} | {
-    f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)
-}
-_MOST_NAMES = 8
 
 
 class Finding(NamedTuple):
@@ -92,18 +86,18 @@ def _check_config(directory: Path, layout: Layout) -> str:
 
 
 def _check_model(directory: Path, layout: Layout, recorded: Mapping[str, str]) -> str:
-    weight_map = _read_index(directory)
+    weight_map = read_index(directory)
     given: dict[str, TensorSpec] = {}
     files = sorted(set(weight_map.values()))
     for file in files:
-        given |= _read_header(directory / file)
+        given |= read_header(directory / file)
     stray = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in files)
     if stray:
         raise CheckpointError(f"{directory}: {INDEX} does not know {', '.join(stray)}, which an engine would load too")
-    _compare(f"{directory / INDEX}", dict.fromkeys(weight_map, ""), dict.fromkeys(given, ""))
-    _compare(str(directory), recorded, {name: str(spec) for name, spec in given.items()})
+    compare(f"{directory / INDEX}", dict.fromkeys(weight_map, ""), dict.fromkeys(given, ""))
+    compare(str(directory), recorded, {name: str(spec) for name, spec in given.items()})
     config = read_hf_config(directory, "converted directory")
-    _compare_shapes(str(directory), backbone_shapes(config, layout.vocab_size, layout.num_streams), given)
+    compare_shapes(str(directory), backbone_shapes(config, layout.vocab_size, layout.num_streams), given)
     for name in (EMBEDDING, HEAD):
         if given[name].shape[0] != layout.vocab_size:
             raise CheckpointError(f"{directory}: {name} is {given[name]}, but the layout has {layout.vocab_size} ids")
@@ -127,10 +121,10 @@ def _check_codec_tensors(directory: Path, content: Mapping[str, Any]) -> str:
     file = content["files"].get(CODEC)
     if not recorded or not file.endswith(".safetensors"):
         return ""
-    given = _read_header(directory / file)
-    _compare(str(directory / file), recorded, {name: str(spec) for name, spec in given.items()})
+    given = read_header(directory / file)
+    compare(str(directory / file), recorded, {name: str(spec) for name, spec in given.items()})
     config = read_hf_config((directory / file).parent, "codec")
-    _compare_shapes(str(directory / file), xcodec_shapes(config), given)
+    compare_shapes(str(directory / file), xcodec_shapes(config), given)
     return f"codec weights: {len(given)} tensors, from the checkpoint"
 
 
@@ -147,62 +141,14 @@ def _check_continuous_audio(directory: Path, content: Mapping[str, Any]) -> str:
     facts = content["continuous_audio"]
     if facts is None:
         return ""
-    given = _read_header(directory / facts["weights"])
+    given = read_header(directory / facts["weights"])
     recorded = content["tensors"].get(CONTINUOUS_AUDIO, {})
-    _compare(facts["weights"], recorded, {name: str(spec) for name, spec in given.items()})
+    compare(facts["weights"], recorded, {name: str(spec) for name, spec in given.items()})
     if facts["config"] is None:
         return (
             f"continuous audio: {len(given)} tensors; without the configuration of {facts['encoder']} it cannot be used"
         )
     hidden_size = read_hf_config(directory, "converted directory").hidden_size
     audio = encoder_config(read_hf_config((directory / facts["config"]).parent, "audio encoder"))
-    _compare_shapes(facts["weights"], continuous_audio_shapes(audio, hidden_size), given)
+    compare_shapes(facts["weights"], continuous_audio_shapes(audio, hidden_size), given)
     return f"continuous audio: {audio.model_type}, {len(given)} tensors"
-
-
-def _read_index(directory: Path) -> dict[str, str]:
-    import json
-
-    path = directory / INDEX
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        weight_map = dict(weight_map)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r}; convert the checkpoint again") from error
-    for name, file in weight_map.items():
-        check_inside(file, f"{path}: the file of {shown(name)}")
-    return weight_map
-
-
-def _read_header(path: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of a safetensors file. A file that is cut short does not pass."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return {
-                name: TensorSpec(tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype()))
-                for name, part in slices.items()
-            }
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; convert the checkpoint again") from error
-
-
-def _compare_shapes(where: str, shapes: Shapes, given: Mapping[str, TensorSpec]) -> None:
-    wanted = {name: str(list(shape)) for name, shape in shapes.items()}
-    _compare(where, wanted, {name: str(list(spec.shape)) for name, spec in given.items()})
-
-
-def _compare(where: str, wanted: Mapping[str, str], given: Mapping[str, str]) -> None:
-    problems = {
-        "missing": [f"{name} {wanted[name]}".rstrip() for name in wanted if name not in given],
-        "unknown": [f"{name} {given[name]}".rstrip() for name in given if name not in wanted],
-        "different": [
-            f"{n} is {given[n]}, expected {wanted[n]}" for n in wanted if n in given and given[n] != wanted[n]
-        ],
-    }
-    for what, names in problems.items():
-        if names:
-            more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            raise CheckpointError(f"{where}: {len(names)} tensors {what}: {', '.join(names[:_MOST_NAMES])}{more}")

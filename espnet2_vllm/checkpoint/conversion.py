@@ -14,6 +14,7 @@ from ..text import TextTokenizer
 from .backbones import kept_keys, rope_settings
 from .describe import Description, describe, tokenizer_files
 from .expected import ARCHITECTURES
+from .identity import write_digests
 from .names import CODEC, CONTINUOUS_AUDIO, EMBEDDING, HEAD, LOSS_WEIGHTS, MODEL
 from .plan import DTYPES, KEEP, Plan, make_plan
 from .sources import DESCRIPTION_FILE, Source, find_source
@@ -90,6 +91,7 @@ def convert_source(
         write_shards(plan.part(MODEL), tensors, folder, shard_size)
         for part, file in _other_files(description).items():
             write_tensors(plan.part(part), tensors, folder / file)
+        write_digests(folder)
         write_json(folder / DESCRIPTION_FILE, _speechlm_json(description, plan, vocab_order))
     return Report(dst, _report(description, tensors, plan, dst, texts), plan.dropped)
 

@@ -18,6 +18,7 @@ __all__ = [
     "Codec",
     "CodecDescription",
     "check_codec_fits",
+    "codec_files",
     "codec_from_discrete_audio",
     "codec_from_tokenizer",
     "codec_from_yaml",
@@ -58,3 +59,15 @@ def load_codec(
             "(codec_fs); correct the one that is wrong"
         )
     return codec
+
+
+def codec_files(description: CodecDescription, base_dir: str | Path | None = None) -> list[Path]:
+    """The files that ``load_codec`` reads: what the codec gives changes with them, and with nothing else.
+
+    Raises CheckpointError: unknown kind, or files missing.
+    """
+    if description.kind not in _MODULES:
+        raise CheckpointError(f"codec of unknown kind {description.kind!r}; known are {sorted(_MODULES)}")
+    return importlib.import_module(_MODULES[description.kind]).files(
+        description, None if base_dir is None else Path(base_dir)
+    )

@@ -119,6 +119,12 @@ def load(
     return EspnetCodec(model, description.num_codebooks, device)
 
 
+def files(description: CodecDescription, base_dir: Path | None) -> list[Path]:
+    """See ``espnet2_vllm.codec.codec_files``."""
+    config, weights = find_files(description, base_dir, weights_needed=True)
+    return [config, *([] if weights is None else [weights])]
+
+
 def find_files(
     description: CodecDescription, base_dir: Path | None, *, weights_needed: bool
 ) -> tuple[Path, Path | None]:

@@ -71,6 +71,12 @@ def load(
     return Xcodec(model.eval(), description.num_codebooks, device)
 
 
+def files(description: CodecDescription, base_dir: Path | None) -> list[Path]:
+    """See ``espnet2_vllm.codec.codec_files``."""
+    directory = locate_directory(description.path, base_dir=base_dir, what="Xcodec model")
+    return [path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".bin")]
+
+
 def _load_model(directory: Path, state_dict: Mapping[str, Any] | None) -> XcodecModel:
     config_file = directory / "config.json"
     if not config_file.is_file():

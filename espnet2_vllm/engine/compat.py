@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing.connection
 import pathlib
@@ -66,6 +67,31 @@ def let_modules_be_scanned() -> None:
             f"llvmlite {sys.modules['llvmlite'].__version__} was loaded before the engine, which cannot start beside it ({error}); "
             "run tools/setup.sh for a version that works, or load librosa and numba after the engine"
         ) from error
+
+
+def let_plain_models_be_built(cls: type, plain: Any) -> None:
+    """Lets transformers' own models of a class be built, and run, after vLLM has changed the class for its compiler.
+
+    Outside of vLLM its constructor ends in an AssertionError: for the pytorch backend, and for whoever asks what tensors there are.
+
+    Args:
+        plain: the constructor before the change.
+    """
+    changed = cls.__init__
+    if changed is plain:
+        return  # by an earlier engine of this process
+
+    @functools.wraps(changed)
+    def either(self: Any, *args: Any, **options: Any) -> None:
+        from vllm.config import get_current_vllm_config_or_none
+
+        if "vllm_config" in options or get_current_vllm_config_or_none() is not None:
+            changed(self, *args, **options)
+            return
+        plain(self, *args, **options)
+        self.do_not_compile = True
+
+    cls.__init__ = either
 
 
 def steady_rows_known() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable
 
 import torch
@@ -12,8 +13,9 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
+from ..checkpoint.headers import check_names
 from ..errors import CheckpointError, EngineError
-from .compat import check_wiring, layout_of
+from .compat import check_wiring, layout_of, let_plain_models_be_built
 from .core import SpeechWeights
 from .ranks import all_rows
 
@@ -40,6 +42,7 @@ class SpeechModel:
         self.stream_emb.weight.requires_grad_(False)
         self.last_hidden: torch.Tensor | None = None
         self.skip_primary = False
+        self._model_config = vllm_config.model_config
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -57,10 +60,12 @@ class SpeechModel:
         return super().compute_logits(hidden_states, *args, **kwargs)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded = set()
+        """Raises CheckpointError where tensors are missing: vLLM itself counts most layers as loaded, whatever was read."""
+        loaded, shapes = set(), {}
 
         def others() -> Iterable[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
+                shapes[name] = tuple(tensor.shape)
                 if name == STREAM_EMB:
                     _copy_exact(self.stream_emb.weight, tensor, name)
                     loaded.add(name)
@@ -68,8 +73,8 @@ class SpeechModel:
                     yield name, tensor
 
         names = super().load_weights(others())
-        if not loaded:
-            raise CheckpointError(f"{STREAM_EMB} is missing; is this directory one that espnet2-vllm convert wrote?")
+        config = self._model_config
+        check_names(pathlib.Path(config.model), config.hf_config, self.layout, shapes)
         return names | loaded
 
     def speech_weights(self) -> SpeechWeights:
@@ -105,6 +110,12 @@ class SpeechLMOlmo2ForCausalLM(SpeechModel, TransformersForCausalLM):
 
     def input_embedding(self) -> nn.Module:
         return self.model.get_input_embeddings()
+
+    def _decorate_cls_for_torch_compile(self, cls: type, **options: object) -> None:
+        """Called while the model is built: vLLM changes transformers' class itself, for the whole process."""
+        plain = cls.__init__
+        super()._decorate_cls_for_torch_compile(cls=cls, **options)
+        let_plain_models_be_built(cls, plain)
 
     def recursive_replace(self) -> None:
         """Called while the model is built. Attention is sharded by heads, as vLLM's attention expects under tensor parallelism.

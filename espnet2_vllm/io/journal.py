@@ -5,40 +5,45 @@ entry) with
 
     journal.jsonl   first line: the settings that results depend on; then one line a finished utterance
     tokens.i32      token arrays of these utterances, raw int32 in order of completion
-    lock            held while a process writes here
+    lock            held while a process writes here; holder.json says by which
 
-A line is written after the files of its utterance, so what the journal names is there. Nothing is ever rewritten; of several
-lines of one key the last counts.
+A line is written after the files of its utterance, so what the journal names is there. Of several lines of one key the last
+counts. Each line ends in a digest of itself, and holds those of the files, parts of archives and token arrays of its utterance:
+what is not as it was written is decoded again, and said.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
-from ..plan import FAILED, Given, Utterance
+from ..errors import DataError
+from ..plan import FAILED, OUTCOMES, Given, Utterance
+from .files import whole_file
+from .locks import Lock, is_held
 from .scores import FOLDER as SCORES
+from .sealing import Part, damage, digest_of, sealed, unsealed
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".journal"
-FORMAT = 1
+FORMAT = 2  # 1 had no digests
 _TOKEN_BYTES = 4
+CHECKPOINT_PATH = "checkpoint_path"  # in the settings, for reports; the same model elsewhere gives the same results
 _SPEED = "rows_per_second"  # in a line for its reader; follows from the rest
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part")  # ``files.whole_file`` and ``audio.writing``
+
+Place = tuple[int, int, str]  # first byte, ids, digest
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,10 @@ class Record:
         seconds: from the moment it was read until its outcome.
         audio_seconds: duration of generated audio.
         files: paths relative to the journal's directory.
+        parts: of each of ``files`` what it must be (``sealing.Part``): all of it, or in an archive one entry.
         ends: how each generated segment ended (``Segment.end``).
         outside: audio ids that were no code of their stream; the codec got the nearest one.
-        tokens: places (byte, count) of token arrays in ``tokens.i32``.
+        tokens: places (byte, count, digest) of token arrays in ``tokens.i32``.
         result: JSON of the family's writer.
         prompt: texts that were given, where ``result`` does not hold them; for reports.
     """
@@ -67,16 +73,42 @@ class Record:
     audio_seconds: float = 0.0
     files: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    tokens: tuple[tuple[int, int], ...] = ()
+    tokens: tuple[Place, ...] = ()
     result: Any = None
     outside: int = 0
     prompt: str = ""
+    parts: tuple[Part, ...] = ()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """KeyError, TypeError or ValueError for what is no record."""
         values = {name: value for name, value in values.items() if name != _SPEED}
         lists = {name: tuple(values[name]) for name in ("files", "ends")}
-        return cls(**{**values, **lists, "tokens": tuple((start, count) for start, count in values["tokens"])})
+        for name in ("tokens", "parts"):
+            lists[name] = tuple(tuple(entry) for entry in values.get(name, ()))
+        record = cls(**{**values, **lists})
+        record._check()
+        return record
+
+    def _check(self) -> None:
+        kinds = dict.fromkeys(("key", "outcome", "reason", "input", "prompt"), str)
+        kinds |= {"rows": int, "outside": int, "seconds": int | float, "audio_seconds": int | float}
+        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
+        wrong += [name for name in ("files", "ends") if not all(isinstance(one, str) for one in getattr(self, name))]
+        if not all(map(_is_place, self.tokens)):
+            wrong.append("tokens")
+        if not all(_is_place((part[0] or 0, *part[1:])) for part in self.parts):
+            wrong.append("parts")
+        if wrong or self.outcome not in OUTCOMES:
+            raise ValueError(f"{', '.join(wrong) or 'outcome'} cannot be so")
+
+
+def _is_place(entry: Sequence[Any]) -> bool:
+    """Two numbers and, in journals of today, a digest."""
+    *numbers, digest = entry if len(entry) == 3 else (*entry, "")
+    return (
+        len(numbers) == 2 and all(type(number) is int and number >= 0 for number in numbers) and isinstance(digest, str)
+    )
 
 
 def digest(utterance: Utterance) -> str:
@@ -99,24 +131,16 @@ def earlier_settings(directory: Path) -> dict[str, Any] | None:
     """Settings that the journal in ``directory`` was written under; None if there is no journal, or no readable one."""
     try:
         with open(directory / FOLDER / "journal.jsonl", "rb") as file:
-            first = json.loads(file.readline())
+            first = unsealed(file.readline())
     except (FileNotFoundError, ValueError):
         return None
-    found = first.get("settings") if isinstance(first, dict) else None
+    found = first.get("settings")
     return found if isinstance(found, dict) else None
 
 
 def in_use(directory: Path) -> bool:
     """Whether a process writes results to ``directory`` at this moment."""
-    path = directory / FOLDER / "lock"
-    if not path.is_file():
-        return False
-    with open(path, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+    return is_held(directory / FOLDER)
 
 
 class Journal:
@@ -130,7 +154,6 @@ class Journal:
 
     Raises:
         ConfigError: if another process writes to the directory.
-        DataError: if the earlier journal is damaged before its last line.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], *, resume: bool = True) -> None:
@@ -139,7 +162,7 @@ class Journal:
         folder = directory / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._tokens_path = folder / "journal.jsonl", folder / "tokens.i32"
-        self._lock = _lock(folder / "lock", directory)
+        self._lock = Lock(folder, directory)
         try:
             _sweep(directory)
             settings = json.loads(json.dumps(settings))  # as it will be read back: tuples are lists, keys are strings
@@ -170,36 +193,54 @@ class Journal:
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def finished(self, key: str, input_digest: str) -> bool:
-        """Whether ``key`` was decoded from the same rows, did not fail, and its files are still there."""
+        """Whether ``key`` was decoded from the same rows, did not fail, and its files and tokens are still what was written."""
         record = self.records.get(key)
-        return (
-            record is not None
-            and record.outcome not in FAILED
-            and record.input == input_digest
-            and all(start + count * _TOKEN_BYTES <= self._tokens.tell() for start, count in record.tokens)
-            and all((self.directory / name).is_file() for name in record.files)
-        )
+        if record is None or record.outcome in FAILED or record.input != input_digest:
+            return False
+        wrong = self._damage(record)
+        if wrong is not None:
+            log.warning("%s: decoded again: %s", key, wrong)
+        return wrong is None
 
-    def load_tokens(self, place: tuple[int, int]) -> np.ndarray:
-        """The array that ``save_tokens`` put at ``place``. [n] int32"""
+    def _damage(self, record: Record) -> str | None:
+        """What of a record's files and tokens is not as it was written."""
+        if len(record.parts) != len(record.files):
+            return "the journal does not say what its files must be"
         self._tokens.flush()
-        start, count = place
-        return np.fromfile(self._tokens_path, dtype="<i4", count=count, offset=start).astype(np.int32, copy=False)
+        parts = [(self.directory / name, part) for name, part in zip(record.files, record.parts, strict=True)]
+        parts += [(self._tokens_path, (start, count * _TOKEN_BYTES, digest)) for start, count, digest in record.tokens]
+        return next((wrong for path, part in parts if (wrong := damage(path, part)) is not None), None)
+
+    def load_tokens(self, place: Place) -> np.ndarray:
+        """The array that ``save_tokens`` put at ``place``. [n] int32
+
+        Raises:
+            DataError: if it is not there any more.
+        """
+        self._tokens.flush()
+        start, count, digest = place
+        with open(self._tokens_path, "rb") as file:
+            file.seek(start)
+            data = file.read(count * _TOKEN_BYTES)
+        if digest_of(data) != digest:
+            raise DataError(f"{self._tokens_path}: changed while this run went on (from byte {start} on); run it again")
+        return np.frombuffer(data, dtype="<i4").astype(np.int32)
 
     # -- writing ------------------------------------------------------------------------------------------------------
-    def save_tokens(self, tokens: np.ndarray) -> tuple[int, int]:
-        """Appends [n] ids; returns their place (byte, count) for the record."""
+    def save_tokens(self, tokens: np.ndarray) -> Place:
+        """Appends [n] ids; returns their place (byte, count, digest) for the record."""
         self.begin()
         start = self._tokens.tell()
-        self._tokens.write(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
-        return start, tokens.size
+        data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        self._tokens.write(data)
+        return start, tokens.size, digest_of(data)
 
     def append(self, record: Record) -> None:
         """Writes one line, after the tokens before it have reached the file."""
         self.begin()
         self._tokens.flush()
         speed = round(record.rows / record.seconds, 2) if record.seconds else None
-        self._file.write(json.dumps(asdict(record) | {_SPEED: speed}).encode() + b"\n")
+        self._file.write(sealed(asdict(record) | {_SPEED: speed}))
         self._file.flush()
         self.records[record.key] = record
 
@@ -221,31 +262,57 @@ class Journal:
             for name in ("run.json", "report.json", "report.html"):
                 self.path.with_name(name).unlink(missing_ok=True)
         self._tokens_path.unlink(missing_ok=True)
-        self.path.write_bytes(json.dumps({"journal": FORMAT, "settings": settings}).encode() + b"\n")
+        self.path.write_bytes(sealed({"journal": FORMAT, "settings": settings}))
         return aside
 
     def _load(self, settings: Mapping[str, Any]) -> bool:
         """Reads the earlier journal; False if there is none that fits ``settings``."""
         if not self.path.is_file():
+            if self._tokens_path.is_file():
+                log.warning("%s is gone, though there are results of an earlier run: all is decoded anew", self.path)
             return False
-        lines, whole = _read_lines(self.path)
-        if not lines or lines[0].get("journal") != FORMAT or not isinstance(lines[0].get("settings"), dict):
+        data = self.path.read_bytes()
+        first, *lines = data.split(b"\n")
+        earlier = _settings_of(first, self.path)
+        if earlier is None:
             return False
-        changed = _differences(lines[0]["settings"], settings)
+        changed = _differences(earlier | {CHECKPOINT_PATH: None}, settings | {CHECKPOINT_PATH: None})
         if changed:
             log.warning("%s: the earlier journal is of other settings: %s", self.directory, "; ".join(changed))
             return False
-        for number, line in enumerate(lines[1:], 2):
+        kept = [first]
+        for number, line in enumerate(lines[:-1], 2):
             try:
-                record = Record.from_dict(line)
+                record = Record.from_dict(unsealed(line))
             except (KeyError, TypeError, ValueError) as error:
-                raise DataError(
-                    f"{self.path}:{number}: is no record of a finished utterance ({error!r}); begin anew with --no_resume, or "
-                    "remove the file"
-                ) from error
+                log.warning("%s:%d: is damaged (%s): its utterance is decoded again", self.path, number, error)
+                continue
             self.records[record.key] = record
-        os.truncate(self.path, whole)
+            kept.append(line)
+        if lines[-1:] not in ([], [b""]):
+            log.warning(
+                "%s:%d: the last line was cut short and is dropped; its utterance is decoded again",
+                self.path,
+                len(lines) + 1,
+            )
+        whole = b"\n".join(kept) + b"\n"
+        if whole != data:
+            with whole_file(self.path, binary=True) as file:
+                file.write(whole)
         return True
+
+
+def _settings_of(line: bytes, path: Path) -> dict[str, Any] | None:
+    """Those in the first line of a journal; None, with a warning that says why, if it cannot be gone on with."""
+    try:
+        head = unsealed(line)
+        if head.get("journal") == FORMAT and isinstance(head.get("settings"), dict):
+            return head["settings"]
+        why = f"it has format {head.get('journal')!r}, this is {FORMAT}"
+    except ValueError as error:
+        why = f"its first line is damaged, or of an older version: {error}"
+    log.warning("%s: cannot be gone on with (%s)", path, why)
+    return None
 
 
 def _sweep(directory: Path) -> None:
@@ -253,42 +320,6 @@ def _sweep(directory: Path) -> None:
     for path in directory.rglob(".*.part"):
         if _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
-
-
-def _lock(path: Path, directory: Path) -> Any:
-    file = open(path, "ab")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            f"{directory}: another process is writing results there; wait for it, end it, or give another output directory"
-        ) from None
-    except OSError as error:
-        log.warning(
-            "%s: this file system has no locks (%s); see to it that no other job writes there", directory, error
-        )
-    return file
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """All whole lines and their length in bytes; a last line that a crash cut short is left out."""
-    data = path.read_bytes()
-    lines, whole = [], 0
-    for number, raw in enumerate(data.splitlines(keepends=True), 1):
-        parsed = None
-        with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
-            parsed = json.loads(raw)
-        if isinstance(parsed, dict) and raw.endswith(b"\n"):
-            lines.append(parsed)
-            whole += len(raw)
-            continue
-        if whole + len(raw) < len(data):
-            raise DataError(
-                f"{path}:{number}: is damaged, expected one JSON object a line; begin anew with --no_resume, or remove the file"
-            )
-        log.warning("%s:%d: the last line was cut short and is dropped; its utterance is decoded again", path, number)
-    return lines, whole
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -19,6 +19,7 @@ from ..layout import Layout
 from ..plan import FAILED, REFUSED, Hypothesis, Result
 from .journal import Journal, Record, digest
 from .scores import Scores, scores_file, scores_of, write_scores
+from .sealing import Part, part_of
 
 if TYPE_CHECKING:
     from ..codec import Codec
@@ -57,6 +58,7 @@ class Speech:
         silent_frames: clips of so many frames or fewer are zeros (ESPnet's ``CodecTokenizer.decode``; OpusLM only).
         share: of the device; None is all of it.
         tf32: as ``CodecService``'s.
+        files: that the codec was read from.
 
     Attributes:
         beside: whether an engine is at work that leaves the codec no more than its share.
@@ -70,7 +72,9 @@ class Speech:
         form: AudioFormat | None = None,
         share: Share | None = None,
         tf32: bool = False,
+        files: Sequence[Path] = (),
     ) -> None:
+        self.files = tuple(files)
         self.codec, self.silent_frames, self.form = codec, silent_frames, form or AudioFormat()
         self.share, self.tf32 = share, tf32
         self.beside: Callable[[], bool] = lambda: True
@@ -174,25 +178,28 @@ class ResultWriter(ABC):
         """Writes the files of a draft (a waveform for each clip), then its tokens and its line. A failed file refuses the key."""
         record, clipped = draft.record, 0
         places: dict[str, str] = {}
+        parts: list[tuple[str, Part]] = []
         try:
             for clip, wav in zip(draft.clips, wavs, strict=True):
                 if isinstance(wav, SpeechLMError):
                     raise wav
-                places[clip.file], more = self._write_sound(clip, wav)
+                places[clip.file], file, part, more = self._write_sound(clip, wav)
+                parts.append((file, part))
                 clipped += more
         except SpeechLMError as error:
             record = replace(record, outcome=REFUSED, reason=str(error), result=None)
             with self._lock:
                 self.journal.append(record)
             return record
-        files = [place.rpartition(":")[0] if self._in_arks else place for place in places.values()]
         if draft.scores is not None:
-            files.append(scores_file(record.key))
-            write_scores(self.directory / files[-1], draft.scores)
+            file = scores_file(record.key)
+            write_scores(self.directory / file, draft.scores)
+            parts.append((file, part_of(self.directory / file)))
         audio = sum(len(wav) for clip, wav in zip(draft.clips, wavs, strict=True) if clip.generated)
         record = replace(
             record,
-            files=tuple(files),
+            files=tuple(file for file, _ in parts),
+            parts=tuple(part for _, part in parts),
             audio_seconds=round(audio / self.speech.sample_rate, 4) if audio else 0.0,
             result=_renamed(record.result, places) if self._in_arks else record.result,
         )
@@ -211,13 +218,14 @@ class ResultWriter(ABC):
     def _in_arks(self) -> bool:
         return self.speech is not None and self.speech.form.in_arks
 
-    def _write_sound(self, clip: Clip, wav: np.ndarray) -> tuple[str, int]:
-        """Where the samples are now, below the directory (``file`` or ``ark:byte``), and how many were clipped."""
+    def _write_sound(self, clip: Clip, wav: np.ndarray) -> tuple[str, str, Part, int]:
+        """Where the samples are now below the directory (``file`` or ``ark:byte``), file and part, and how many were clipped."""
         from ..audio.writing import append_to_ark, write_wav
 
         form, rate = self.speech.form, self.speech.sample_rate
         if not form.in_arks:
-            return clip.file, write_wav(self.directory / clip.file, wav, rate, form)
+            clipped = write_wav(self.directory / clip.file, wav, rate, form)
+            return clip.file, clip.file, part_of(self.directory / clip.file), clipped
         folder, _, name = clip.file.rpartition("/")
         ark = f"{folder}/data_{form.container}.ark".removeprefix("/")
         with self._lock:
@@ -225,7 +233,8 @@ class ResultWriter(ABC):
                 (self.directory / ark).unlink(missing_ok=True)  # of a run that is not gone on with
             self._arks.add(ark)
             start, clipped = append_to_ark(self.directory / ark, name.removesuffix(form.suffix), wav, rate, form)
-        return f"{ark}:{start}", clipped
+            part = part_of(self.directory / ark, start)
+        return f"{ark}:{start}", ark, part, clipped
 
     def begin(self) -> None:
         """Opens the journal for this run, before the first draft.

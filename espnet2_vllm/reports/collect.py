@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import DataError
 from ..io.files import whole_file
-from ..io.journal import FOLDER, Record
+from ..io.journal import CHECKPOINT_PATH, FOLDER, Record
+from ..io.sealing import unsealed
 from ..plan import FAILED, OUTCOMES
 
 RUN_FILE = "run.json"
@@ -91,7 +92,7 @@ class Report:
             "seeds": sorted({job.settings["seed"] for job in self.jobs if "seed" in job.settings}),
             "backends": sorted({job.settings["backend"] for job in self.jobs if "backend" in job.settings}),
             "checkpoints": sorted(
-                {job.settings["checkpoint"]["path"] for job in self.jobs if "checkpoint" in job.settings}
+                {job.settings[CHECKPOINT_PATH] for job in self.jobs if CHECKPOINT_PATH in job.settings}
             ),
             "versions": next((run["versions"] for run in runs), versions()),
             "commands": [run["command"] for run in runs],
@@ -184,18 +185,40 @@ def _job(directory: Path, wanted: set[str] | None) -> Job:
     lines = path.read_bytes().split(b"\n")[:-1]
     records: dict[str, Record] = {}
     settings: Mapping[str, Any] = {}
+    read: Callable[[bytes], Any] = unsealed
     for number, line in enumerate(lines, 1):
         try:
-            item = json.loads(line)
             if number == 1:
-                settings = item["settings"]
+                older = b'{"journal": 1,'  # whose lines have no digests
+                read = json.loads if line.startswith(older) else unsealed
+                settings = read(line)["settings"]
             else:
-                record = Record.from_dict(item)
+                record = Record.from_dict(read(line))
                 records.pop(record.key, None)
                 records[record.key] = record
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}:{number}: is no line of a journal ({error!r})") from error
     kept = tuple(record for key, record in records.items() if wanted is None or key in wanted)
-    run_file = directory / FOLDER / RUN_FILE
-    run = json.loads(run_file.read_text(encoding="utf-8")) if run_file.is_file() else {}
-    return Job(directory, settings, kept, run)
+    return Job(directory, settings, kept, _run(directory / FOLDER / RUN_FILE))
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """What ``write_run`` left; nothing where no run has ended."""
+    if not path.is_file():
+        return {}
+    kinds = {
+        "seconds": int | float,
+        "rows": int,
+        "audio_seconds": int | float,
+        "taken_over": int,
+        "command": str,
+        "versions": dict,
+    }
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        wrong = [name for name, kind in kinds.items() if not isinstance(run[name], kind)]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}: is damaged ({error!r}); remove it, the next run writes it anew") from error
+    if wrong:
+        raise DataError(f"{path}: is damaged ({', '.join(wrong)}); remove it, the next run writes it anew")
+    return run

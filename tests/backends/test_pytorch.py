@@ -292,10 +292,10 @@ def test_options_that_cannot_be_used(checkpoints):
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("stream_emb.weight", None, "no safetensors file holds stream_emb.weight"),
-        ("stream_emb.weight", (2, 32), r"stream_emb.weight has shape \(2, 32\), expected \(3, 32\)"),
+        ("stream_emb.weight", None, "tensors missing: stream_emb.weight"),
+        ("stream_emb.weight", (2, 32), r"tensors different: stream_emb.weight is \[2, 32\], expected \[3, 32\]"),
         ("model.layers.1.mlp.up_proj.weight", None, "tensors missing: model.layers.1.mlp.up_proj.weight"),
-        ("model.layers.2.mlp.up_proj.weight", (48, 32), "tensors unexpected: model.layers.2.mlp.up_proj.weight"),
+        ("model.layers.2.mlp.up_proj.weight", (48, 32), "tensors unknown: model.layers.2.mlp.up_proj.weight"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, name, shape, message):

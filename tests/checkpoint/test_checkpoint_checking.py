@@ -171,7 +171,7 @@ def test_damaged_weights_are_not_run(directory, damage):
         (directory / SHARD).unlink()
     else:
         (directory / {"index": INDEX, "config": "config.json"}[damage]).write_text("[]", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="cannot be loaded .*espnet2-vllm check"):
+    with pytest.raises(CheckpointError, match="cannot read "):
         Network(checkpoint, torch.float32, torch.device("cpu"), "eager")
 
 

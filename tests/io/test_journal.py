@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from espnet2_vllm.errors import ConfigError, DataError
+from espnet2_vllm.errors import ConfigError
 from espnet2_vllm.io.journal import Journal, Record, digest
+from espnet2_vllm.io.sealing import part_of, sealed
 from espnet2_vllm.plan import Given, Utterance, Wanted
 
 SETTINGS = {"seed": 0, "decoding": {"topk": 5, "enforce": ("audio",)}}
@@ -25,6 +26,11 @@ def write_file(journal, name="wav/a.wav"):
     (journal.directory / name).write_bytes(b"x")
 
 
+def filed(journal, record=RECORD):
+    """The record with what its files must be."""
+    return replace(record, parts=tuple(part_of(journal.directory / name) for name in record.files))
+
+
 def opened(directory, **options):
     return Journal(directory, SETTINGS, **options)
 
@@ -34,10 +40,11 @@ def test_what_was_written_is_read_back(tmp_path):
     write_file(journal)
     arrays = [np.arange(5), np.array([-557, 2**31 - 1]), np.zeros(0, int)]
     places = tuple(journal.save_tokens(array) for array in arrays)
-    journal.append(replace(RECORD, tokens=places))
+    record = replace(filed(journal), tokens=places)
+    journal.append(record)
     journal.close()
     again = opened(tmp_path)
-    assert again.records == {"a": replace(RECORD, tokens=places)}
+    assert again.records == {"a": record}
     for place, array in zip(places, arrays, strict=True):
         assert again.load_tokens(place).dtype == np.int32
         np.testing.assert_array_equal(again.load_tokens(place), array)
@@ -50,11 +57,12 @@ def test_what_was_written_is_read_back(tmp_path):
 def test_not_finished(tmp_path, change):
     journal = opened(tmp_path)
     write_file(journal)
-    record = RECORD
+    record = filed(journal)
+    assert change != "none"
     if change == "refused":
         record = replace(record, outcome="refused")
     if change == "tokens":
-        record = replace(record, tokens=((0, 1),))
+        record = replace(record, tokens=((0, 1, "0" * 16),))
     journal.append(record)
     if change == "file":
         (tmp_path / "wav" / "a.wav").unlink()
@@ -64,8 +72,8 @@ def test_not_finished(tmp_path, change):
 def test_the_last_line_of_a_key_counts(tmp_path):
     journal = opened(tmp_path)
     write_file(journal)
-    journal.append(replace(RECORD, outcome="refused"))
-    journal.append(RECORD)
+    journal.append(replace(RECORD, outcome="refused", files=()))
+    journal.append(filed(journal))
     journal.close()
     assert opened(tmp_path).finished("a", "d1")
 
@@ -88,16 +96,56 @@ def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path, caplog)
     assert "cut short" in caplog.text
 
 
-def test_a_damaged_line_is_not_passed_over(tmp_path):
+def test_a_damaged_line_costs_its_utterance_and_is_said(tmp_path, caplog):
     journal = opened(tmp_path)
-    for key in "ab":
-        journal.append(replace(RECORD, key=key))
+    for key in "abc":
+        journal.append(replace(RECORD, key=key, files=()))
     journal.close()
-    head, first, second = journal.path.read_bytes().splitlines(keepends=True)
-    journal.path.write_bytes(head + first[:-9] + b"\n" + second)
-    with pytest.raises(DataError, match=r"journal.jsonl:2: is damaged.*--no_resume"):
-        opened(tmp_path)
-    assert not opened(tmp_path, resume=False).records
+    head, first, second, third = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(head + first[:-9] + b"\n" + second.replace(b'"rows": 7', b'"rows": 8') + third)
+    journal = opened(tmp_path)
+    assert list(journal.records) == ["c"]
+    journal.close()
+    assert "journal.jsonl:2: is damaged (it has no digest): its utterance is decoded again" in caplog.text
+    assert "journal.jsonl:3: is damaged (its digest does not fit): its utterance is decoded again" in caplog.text
+    assert journal.path.read_bytes() == head + third
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("key", 3),
+        ("outcome", "fine"),
+        ("rows", "7"),
+        ("files", [1]),
+        ("tokens", [["a", 2, "x"]]),
+        ("parts", [[None, -1, "x"]]),
+    ],
+)
+def test_a_line_of_wrong_types_costs_its_utterance(tmp_path, caplog, name, value):
+    journal = opened(tmp_path)
+    journal.append(replace(RECORD, files=()))
+    journal.close()
+    values = json.loads(journal.path.read_bytes().splitlines()[1])
+    del values["digest"]
+    with open(journal.path, "ab") as file:
+        file.write(sealed(values | {name: value}))
+    again = opened(tmp_path)
+    assert list(again.records) == ["a"]
+    assert f"journal.jsonl:3: is damaged ({name} cannot be so)" in caplog.text
+
+
+@pytest.mark.parametrize("older", [b'{"journal": 1, "settings": {}}', None])
+def test_a_journal_without_digests_is_begun_anew_and_that_is_said(tmp_path, caplog, older):
+    journal = opened(tmp_path)
+    journal.append(replace(RECORD, files=()))
+    journal.close()
+    head, line = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes((older + b"\n" if older else sealed({"journal": 7, "settings": SETTINGS})) + line)
+    again = opened(tmp_path)
+    assert not again.records and again.begin()
+    again.close()
+    assert "cannot be gone on with" in caplog.text and "starting over; the earlier journal is now" in caplog.text
 
 
 def test_a_file_of_something_else_is_set_aside(tmp_path):
@@ -145,7 +193,7 @@ def test_no_resume_starts_over(tmp_path):
     journal.close()
     fresh = opened(tmp_path, resume=False)
     assert not fresh.records and scores.is_file()
-    assert fresh.save_tokens(np.arange(1)) == (0, 1) and not scores.exists()
+    assert fresh.save_tokens(np.arange(1))[:2] == (0, 1) and not scores.exists()
 
 
 def _open_elsewhere(directory, queue):

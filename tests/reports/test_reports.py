@@ -18,7 +18,7 @@ from espnet2_vllm.reports.collect import collect, text_table, write_run
 from espnet2_vllm.reports.page import SAMPLES, write_report
 from espnet2_vllm.reports.plots import histogram, nice_step, scatter
 
-SETTINGS = {"seed": 7, "backend": "pytorch", "checkpoint": {"path": "exp/model"}}
+SETTINGS = {"seed": 7, "backend": "pytorch", "checkpoint_path": "exp/model"}
 NASTY = "<script>alert('x')</script> & \"quoted\" \u97f3 \x01 end"
 
 

@@ -86,6 +86,45 @@ def add_encoder(folder: pathlib.Path) -> None:
     change_tensors(folder, change)
 
 
+def take_other_encoder(folder: pathlib.Path) -> None:
+    """Give a copy of the model that hears a tiny encoder of the other kind, Qwen2.5-Omni's, and no name of it in the yaml."""
+    from transformers import Qwen2_5OmniConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
+
+    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "output_dim": 48}
+    text = {
+        "hidden_size": 48,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    text |= {
+        "vocab_size": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]},
+    }
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    thinker = {"audio_config": sizes, "text_config": text, "vision_config": eyes, "pad_token_id": 0}
+    config = Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False)
+    config.save_pretrained(folder / "Qwen/Qwen2.5-Omni-7B")
+    torch.save({}, folder / "Qwen/Qwen2.5-Omni-7B/spk_dict.pt")
+    (folder / "Qwen/Qwen3-Omni-30B-A3B-Instruct/preprocessor_config.json").rename(
+        folder / "Qwen/Qwen2.5-Omni-7B/preprocessor_config.json"
+    )
+    change_text(folder / "train.yaml", ("    encoder_hf_model_tag: Qwen/Qwen3-Omni-30B-A3B-Instruct\n", ""))
+    torch.manual_seed(11)
+    tower = Qwen2_5OmniAudioEncoder._from_config(config.thinker_config.audio_config).state_dict()
+    tower = {name: torch.randn_like(tensor) * 0.1 + (name.endswith("norm.weight")) for name, tensor in tower.items()}
+
+    def change(tensors):
+        prefix = "multimodal_io_dict.continuous_audio.model.audio_tower."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+        tensors.update({prefix + name: tensor for name, tensor in tower.items()})
+
+    change_tensors(folder, change)
+
+
 def change_tensors(folder: pathlib.Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Rewrite the model file of ``folder`` after ``change(tensors)``, wrapped as it was."""
     path = model_file(folder)

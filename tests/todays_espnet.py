@@ -52,7 +52,8 @@ def job_of(folder: pathlib.Path, monkeypatch):
     from espnet2.speechlm.model.speechlm.speechlm_job import SpeechLMJobTemplate
 
     arguments = yaml.safe_load((folder / "train.yaml").read_text(encoding="utf-8"))
-    encoder = arguments["multimodal_io"].get("continuous_audio", {}).get("encoder_hf_model_tag")
+    hears = arguments["multimodal_io"].get("continuous_audio")
+    encoder = None if hears is None else hears.get("encoder_hf_model_tag", "Qwen/Qwen2.5-Omni-7B")
     if encoder is not None and not (folder / encoder / "model.safetensors").is_file():
         omni_folder(folder, encoder)
     monkeypatch.chdir(folder)
@@ -60,7 +61,7 @@ def job_of(folder: pathlib.Path, monkeypatch):
 
 
 def model_of(folder: pathlib.Path, monkeypatch):
-    """ESPnet's model of the checkpoint in ``folder``, which becomes the working directory: loaded strictly, ready to decode."""
+    """ESPnet's job and model of the checkpoint in ``folder``, the working directory then: loaded strictly, ready to decode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     job = job_of(folder, monkeypatch)
@@ -76,4 +77,13 @@ def model_of(folder: pathlib.Path, monkeypatch):
     tensors.setdefault("vocab_weight", job.vocab_meta["vocab_weight"])
     model.load_state_dict(tensors, strict=True)
     model.prepare_inference()
-    return model.eval()
+    return job, model.eval()
+
+
+@torch.inference_mode()
+def answered(job, model, messages, settings) -> list:
+    """What ESPnet answers to a dialogue, as its command line asks it. Audio as (samples [n], rate)."""
+    dialogue = [[role, kind, (c[0][None], c[1]) if kind == "audio" else c] for role, kind, c in messages]
+    batch = job.build_preprocessor().collate_fn([(("dialogue", "set", "a"), {"dialogue": dialogue})])
+    answer, _ = model.inference(settings, **batch)
+    return answer

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,31 @@ from .reading import mono_at
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-ENCODER = "qwen3_omni_moe_audio_encoder"  # the only one that ESPnet accepts
+# model_type of the encoders that ESPnet accepts.
+QWEN3_OMNI, QWEN25_OMNI = "qwen3_omni_moe_audio_encoder", "qwen2_5_omni_audio_encoder"
+
+
+class RowCount(NamedTuple):
+    """rows: of so many mel frames, where so many go through the convolutions together. least: frames that give a row."""
+
+    rows: Callable[[int, int], int]
+    least: int
+
+
+def _rows_of_qwen3_omni(frames: int, chunk: int) -> int:
+    """Three halvings of every chunk. A whole one of the released geometry has 100 frames; transformers writes its 13 rows."""
+    chunks, rest = divmod(frames, chunk)
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return chunks * 13 + rest
+
+
+def _rows_of_qwen25_omni(frames: int, chunk: int) -> int:
+    """A halving, and pairs of what that leaves."""
+    return ((frames - 1) // 2 + 1) // 2
+
+
+ROW_COUNTS = {QWEN3_OMNI: RowCount(_rows_of_qwen3_omni, 1), QWEN25_OMNI: RowCount(_rows_of_qwen25_omni, 3)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,7 @@ class Listening:
         limit: samples that ``cut`` keeps of a recording and ``refuse`` allows, counted at the recording's own rate.
         half_chunk: half of the mel frames that go through the convolutions together (``n_window``).
         long_audio: one of ``plan.LONG_AUDIO``.
+        encoder: its ``model_type``.
         notes: how many recordings were changed on the way, and how.
     """
 
@@ -45,6 +70,7 @@ class Listening:
     limit: int
     half_chunk: int
     long_audio: str = "whole"
+    encoder: str = QWEN3_OMNI
     notes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -65,11 +91,12 @@ class Listening:
                 limit=int(extractor.get("n_samples") or extractor["chunk_length"] * extractor["sampling_rate"]),
                 half_chunk=int(audio["n_window"]),
                 long_audio=long_audio,
+                encoder=audio["model_type"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{checkpoint.path}/continuous_audio: its configuration lacks {error}; expected the files of Qwen3-Omni; "
-                "convert the checkpoint again"
+                f"{checkpoint.path}/continuous_audio: its configuration lacks {error}; expected the files of Qwen3-Omni or "
+                "Qwen2.5-Omni; convert the checkpoint again"
             ) from error
 
     def prepare(self, wav: np.ndarray, rate: int) -> np.ndarray:
@@ -91,7 +118,7 @@ class Listening:
             self.notes[f"recordings cut to their first {allowed}, as older ESPnet did"] += 1
             wav = wav[..., : self.limit]
         wav = mono_at(wav, rate, self.rate, self.notes)
-        shortest = max(self.window // 2 + 1, self.hop)
+        shortest = max(self.window // 2 + 1, self.hop * ROW_COUNTS[self.encoder].least)
         if len(wav) < shortest:
             raise DataError(
                 f"the audio has {len(wav)} samples at {self.rate} Hz, but the audio encoder needs at least {shortest} "
@@ -104,22 +131,18 @@ class Listening:
         return self.rows_of_frames(samples // self.hop)
 
     def rows_of_frames(self, frames: int) -> int:
-        """Rows of ``frames`` mel frames: three halvings of every chunk, as transformers counts them for Qwen3-Omni."""
-        chunks, rest = divmod(frames, 2 * self.half_chunk)
-        halved = rest
-        for _ in range(3):
-            halved = (halved - 1) // 2 + 1
-        # A whole chunk of the released geometry has 100 frames; transformers writes its 13 rows as a number.
-        return chunks * 13 + halved
+        """Rows of ``frames`` mel frames, as transformers counts them for this encoder."""
+        return ROW_COUNTS[self.encoder].rows(frames, 2 * self.half_chunk)
 
 
 def audio_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The audio encoder's part of its config.json. CheckpointError as ``Listening.of``."""
     config = read_settings(checkpoint, "config")
     audio = config.get("thinker_config", config).get("audio_config", config)
-    if audio.get("model_type") != ENCODER:
+    if audio.get("model_type") not in ROW_COUNTS:
         raise CheckpointError(
-            f"{checkpoint.path}: the audio encoder is of type {audio.get('model_type')!r}; only {ENCODER!r} can be run"
+            f"{checkpoint.path}: the audio encoder is of type {audio.get('model_type')!r}; only {' and '.join(ROW_COUNTS)} can "
+            "be run"
         )
     return audio
 

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's audio tower and the checkpoint's linear adaptor: waveforms to input vectors of the backbone, many at once.
+"""A checkpoint's audio tower (Qwen3-Omni's or Qwen2.5-Omni's) and linear adaptor: waveforms to input vectors, many at once.
 
 Modules and their arithmetic are transformers' own. Chunking and attention are done here in a form that costs the same number of
 kernels for one clip and for many (transformers attends window by window); a test compares the two.
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
+from ..checkpoint.expected import encoder_class
 from ..errors import CheckpointError, DataError
 from ..precision import convolutions
+from .encoders import ENCODERS
 from .features import LogMel
 from .listening import Listening, audio_settings
 
@@ -49,7 +51,8 @@ class AudioTower:
         preprocessor = checkpoint.continuous_audio["preprocessor_config"]
         extractor = WhisperFeatureExtractor.from_pretrained(folder / preprocessor, local_files_only=True)
         self._log_mel = LogMel(extractor, self.device)
-        self._tower, self._adaptor = _load(checkpoint, self.dtype, self.device)
+        self._tower, self._adaptor = _load(checkpoint, self.listening.encoder, self.dtype, self.device)
+        self._encoder = ENCODERS[self.listening.encoder](self._tower)
         self._windows = _Windows()
         for layer in self._tower.layers:
             layer.self_attn = _WindowAttention(layer.self_attn, self._windows)
@@ -113,48 +116,32 @@ class AudioTower:
         """All vectors on the device, and the rows of each clip."""
         rows = [self.listening.rows_of_frames(len(mel)) for mel in features]
         with convolutions(self.device):
-            hidden = self._hear(features, width)
-        vectors = linear(self._project(hidden), *self._adaptor)
+            hidden, of_clips = self._hear(features, width)
+        vectors = linear(self._encoder.finish(hidden, of_clips), *self._adaptor)
         assert len(vectors) == sum(rows), f"the tower gave {len(vectors)} rows for {rows}"
         return vectors, rows
 
-    def _hear(self, features: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-        """The layers' output of all clips, [rows, d_model]."""
-        tower, limit = self._tower, 2 * self.listening.half_chunk
+    def _hear(self, features: Sequence[torch.Tensor], width: int) -> tuple[torch.Tensor, list[int]]:
+        """The layers' output of all clips, [rows, d_model], and how many rows are each one's."""
+        tower = self._tower
         chunks = [pad(mel, (0, 0, 0, -len(mel) % width)).unflatten(0, (-1, width)) for mel in features]
-        of_chunks = [
-            self.listening.rows_of_frames(min(len(mel) - start, limit))
-            for mel in features
-            for start in range(0, len(mel), width)
-        ]
-        images = torch.cat(chunks).to(self.device, self.dtype).transpose(1, 2).unsqueeze(1)
-        embedded = torch.cat([self._convolve(part) for part in images.split(tower.conv_chunksize)])
+        frames = [min(width, len(mel) - start) for mel in features for start in range(0, len(mel), width)]
+        of_clips = [self._rows_of_chunks(len(mel), width) for mel in features]
+        of_chunks = [rows for clip in of_clips for rows in clip]
+        embedded = self._encoder.convolve(torch.cat(chunks).to(self.device, self.dtype), frames)
         embedded = embedded + tower.positional_embedding.positional_embedding[: embedded.shape[1]].to(embedded)
         kept = np.concatenate([place * embedded.shape[1] + np.arange(n) for place, n in enumerate(of_chunks)])
         hidden = embedded.flatten(0, 1)[torch.from_numpy(kept).to(self.device)]
-        window = self.listening.rows_of_frames(width) * (tower.n_window_infer // limit)
-        lengths = [
-            min(window, rows - start)
-            for rows in (self.listening.rows_of_frames(len(mel)) for mel in features)
-            for start in range(0, rows, window)
-        ]
+        window = self._encoder.window(width)
+        lengths = [min(window, sum(clip) - start) for clip in of_clips for start in range(0, sum(clip), window)]
         self._windows.set(lengths, self.device, _has_flash_attention(self.device, self.dtype))
         for layer in tower.layers:
             hidden = layer(hidden, None)[0]
-        return hidden
+        return hidden, list(map(sum, of_clips))
 
-    def _convolve(self, images: torch.Tensor) -> torch.Tensor:
-        """[chunks, 1, bins, frames] -> [chunks, rows, d_model]."""
-        tower = self._tower
-        images = images.contiguous(memory_format=torch.channels_last)
-        for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
-            images = gelu(convolution(images))
-        return tower.conv_out(images.permute(0, 3, 1, 2).flatten(2))
-
-    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What ESPnet calls the encoder's output, [rows, output_dim]."""
-        tower = self._tower
-        return tower.proj2(tower.act(tower.proj1(tower.ln_post(hidden))))
+    def _rows_of_chunks(self, frames: int, width: int) -> list[int]:
+        """Rows behind the convolutions of each chunk of a clip."""
+        return [self._encoder.rows_of_chunk(min(frames - start, width)) for start in range(0, frames, width)]
 
 
 def _to_host(vectors: torch.Tensor) -> torch.Tensor:
@@ -226,25 +213,23 @@ class _WindowAttention(torch.nn.Module):
         return self.out_proj(mixed.transpose(1, 2).flatten(2).flatten(0, 1)[windows.back])
 
 
-def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def _load(
+    checkpoint: Checkpoint, encoder: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """The tower, and weight and bias of the adaptor."""
     from safetensors.torch import load_file
-    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
-    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
     path = Path(checkpoint.path) / checkpoint.continuous_audio["weights"]
-    config = Qwen3OmniMoeAudioEncoderConfig.from_dict(dict(audio_settings(checkpoint)))
+    made_of = encoder_class(encoder)
+    config = made_of.config_class.from_dict(dict(audio_settings(checkpoint)))
     try:
         tensors = load_file(path)
-        tower = Qwen3OmniMoeAudioEncoder._from_config(config, dtype=dtype)
+        tower = made_of._from_config(config, dtype=dtype)
         tower.load_state_dict({name[len(PREFIX) :]: t for name, t in tensors.items() if name.startswith(PREFIX)})
         adaptor = (tensors["adaptor.weight"], tensors["adaptor.bias"])
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: cannot be loaded as {config.model_type} and adaptor ({type(error).__name__}: {error}); convert again"
         ) from error
-    # cuDNN convolves this layout several times faster.
-    for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
-        convolution.to(memory_format=torch.channels_last)
     tower.to(device, dtype).eval().requires_grad_(False)
     return tower, tuple(tensor.to(device, dtype) for tensor in adaptor)

@@ -48,7 +48,7 @@ _MODEL_CONF = (
     ),
     *("trust_remote_code", "use_cache", "use_safetensors"),
 )
-_ENCODER_DTYPE = "bfloat16"  # default of ContinuousAudioIO
+_ENCODER, _ENCODER_DTYPE = "Qwen/Qwen2.5-Omni-7B", "bfloat16"  # defaults of ContinuousAudioIO
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def _continuous(source: Source, block: Mapping[str, Any], hidden_size: int) -> C
     where = f"{source.train_config}: multimodal_io.{_CONTINUOUS}"
     if block.get("encoder_choice", "huggingface") != "huggingface":
         raise CheckpointError(f"{where}.encoder_choice is {block['encoder_choice']!r}; only 'huggingface' is supported")
-    tag = require(block, "encoder_hf_model_tag", str, where)
+    tag = require({"encoder_hf_model_tag": _ENCODER, **block}, "encoder_hf_model_tag", str, where)
     dtype = check_dtype(block.get("dtype", _ENCODER_DTYPE), f"{_CONTINUOUS}.dtype", source.train_config)
     facts = {"encoder": tag, "dtype": dtype, "weights": f"{_CONTINUOUS}/model.safetensors"}
     directory = _encoder_folder(tag, source.base_dir)

@@ -84,10 +84,15 @@ def encoder_config(config: Any) -> Any:
     return audio
 
 
+def encoder_class(model_type: str) -> Any:
+    """transformers' class of an audio encoder, whose weights and arithmetic are ESPnet's."""
+    module, name = _ENCODERS[model_type]
+    return getattr(importlib.import_module(module), name)
+
+
 def continuous_audio_shapes(audio: Any, hidden_size: int) -> Shapes:
     """The audio encoder (an ``encoder_config``) and the linear adaptor behind it."""
-    module, name = _ENCODERS[audio.model_type]
-    encoder = getattr(importlib.import_module(module), name)
+    encoder = encoder_class(audio.model_type)
     shapes = {f"audio_tower.{key}": shape for key, shape in _on_meta(lambda: encoder._from_config(audio)).items()}
     return shapes | {"adaptor.weight": (hidden_size, audio.output_dim), "adaptor.bias": (hidden_size,)}
 

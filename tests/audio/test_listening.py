@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import golden_files
 
-from espnet2_vllm.audio.listening import Listening
+from espnet2_vllm.audio.listening import QWEN25_OMNI, Listening
 from espnet2_vllm.checkpoint import ensure_converted
 from espnet2_vllm.errors import CheckpointError, DataError
 
@@ -35,6 +35,15 @@ def test_rows_by_duration(seconds, rows):
     older = listening(long_audio="cut")
     assert older.rows(len(older.prepare(noise(seconds), 16000))) == min(rows, 390)
     assert bool(older.notes) == (seconds > 30)
+
+
+@pytest.mark.parametrize(("seconds", "rows"), {0.03: 1, 0.05: 1, 1.0: 25, 2.01: 50, 30.01: 750, 60.0: 1500}.items())
+def test_rows_of_the_other_encoder(seconds, rows):
+    """Qwen2.5-Omni's: a halving and pairs, 25 rows a second; below three frames it gives none."""
+    ear = listening(encoder=QWEN25_OMNI, half_chunk=100)
+    assert ear.rows(len(ear.prepare(noise(seconds), 16000))) == rows
+    with pytest.raises(DataError, match=r"has 479 samples at 16000 Hz.* at least 480 \(30.0 ms\)"):
+        ear.prepare(np.zeros(479, np.float32), 16000)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 160, 200])
@@ -94,7 +103,7 @@ def test_checkpoints_that_cannot_hear(tmp_path):
     facts["preprocessor_config"] = "preprocessor_config.json"
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"sampling_rate": 16000}), encoding="utf-8")
     (tmp_path / "config.json").write_text(json.dumps({"audio_config": {"model_type": "other"}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="type 'other'; only 'qwen3_omni_moe_audio_encoder'"):
+    with pytest.raises(CheckpointError, match="type 'other'; only qwen3_omni_moe_audio_encoder and qwen2_5_omni_audio"):
         Listening.of(SimpleNamespace(path=tmp_path, continuous_audio=facts))
     audio = {"model_type": "qwen3_omni_moe_audio_encoder", "n_window": 50}
     (tmp_path / "config.json").write_text(json.dumps({"audio_config": audio}), encoding="utf-8")

@@ -8,9 +8,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from checkpoint_samples import add_encoder, change_tensors, copy_of, golden_layout, model_file, state_dict
+from checkpoint_samples import (
+    add_encoder,
+    change_tensors,
+    copy_of,
+    golden_layout,
+    model_file,
+    state_dict,
+    take_other_encoder,
+)
 from safetensors.torch import load_file
-from todays_espnet import job_of, model_of
+from todays_espnet import answered, job_of, model_of
 from transformers import AutoModelForCausalLM
 
 from espnet2_vllm.checkpoint import convert, ensure_converted, open_checkpoint
@@ -109,7 +117,7 @@ def test_a_tied_head_is_espnets(both_names, tmp_path, monkeypatch):
     layout = golden_layout(folder)
     change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     tie(folder)
-    model = model_of(folder, monkeypatch)
+    _, model = model_of(folder, monkeypatch)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     if not both_names:
         change_tensors(folder, lambda t: t.pop("lm_head.weight"))
@@ -133,6 +141,26 @@ def test_a_tied_head_that_differs_is_refused_and_one_that_is_missing_is_missed(t
     change_tensors(loose, lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match="1 missing: lm_head.weight"):
         convert(loose, tmp_path / "converted")
+
+
+# -- what it hears ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("encoder", ["Qwen3-Omni", "Qwen2.5-Omni"])
+def test_a_model_with_either_encoder_answers_a_long_recording_as_espnet(encoder, tmp_path, monkeypatch):
+    folder = copy_of("bagpiper", tmp_path, CONTAUDIO)
+    if encoder == "Qwen2.5-Omni":
+        take_other_encoder(folder)
+    wav = np.random.default_rng(5).standard_normal(31 * 16000 + 77).astype(np.float32)
+    messages = [
+        ["user", "audio", (wav, 16000)],
+        ["user", "text", "what is this ?"],
+        ["user", "audio", (wav[:7000], 16000)],
+    ]
+    with SpeechLM.from_pretrained(folder, backend="pytorch") as model:
+        found = model.generate(messages, Decoding(temperature=0.0, max_step=25, min_step=3, enforce_modality=("text",)))
+    block = {"temperature": 0.0, "topk": 20, "max_step": 25, "min_step": 3}
+    settings = {"text": block, "audio": block, "enforce_modality": ["text"]}
+    ((role, kind, (text,)),) = answered(*model_of(folder, monkeypatch), messages, settings)
+    assert (role, kind, text) == ("assistant", "text", found.text) and text
 
 
 # -- what describes the model -------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ def espnet_modules():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_espnet":
+                names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
             yield from ((path.relative_to(REPO), name) for name in names if name.split(".")[0] in ("espnet", "espnet2"))
 
 

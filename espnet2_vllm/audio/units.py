@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, DataError
 
 RATE = 16000
 _LAYER = 18  # of the OpusLM releases
@@ -103,22 +103,19 @@ class SpeechUnits:
 
 
 def _load_model(description: UnitsDescription) -> Any:
+    from ..espnet_tree import import_espnet
     from ..safe_yaml import read_yaml
-    from ..unfetched import nothing_fetched
 
     for path in (description.config, description.checkpoint, description.kmeans):
         if not Path(path).is_file():
             raise CheckpointError(f"SSL units: no such file: {path}")
-    try:
-        with nothing_fetched():
-            from espnet2.tasks.ssl import SSLTask
-        from typeguard import TypeCheckError
-    except ImportError as error:
-        raise ConfigError(f"SSL units need ESPnet, which cannot be imported ({error}); run tools/setup.sh") from error
+    task = import_espnet("espnet2.tasks.ssl", "SSL units need ESPnet's").SSLTask
+    from typeguard import TypeCheckError
+
     arguments = read_yaml(description.config, CheckpointError)
     try:
         with torch.random.fork_rng(devices=[]):
-            model = SSLTask.build_model(argparse.Namespace(**arguments))
+            model = task.build_model(argparse.Namespace(**arguments))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, TypeCheckError) as error:
         raise CheckpointError(
             f"{description.config}: ESPnet cannot build this SSL model: {type(error).__name__}: {error}"

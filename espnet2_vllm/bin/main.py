@@ -29,6 +29,7 @@ COMMANDS = {
         "espnet2_vllm.bin.score_speech",
         "naturalness of generated speech (UTMOS), where VERSA is installed",
     ),
+    "doctor": ("espnet2_vllm.bin.doctor", "what is installed here, which ESPnet is used, and what would not work"),
 }
 
 

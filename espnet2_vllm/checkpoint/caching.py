@@ -89,8 +89,7 @@ def cache_folder(source: Source) -> Path:
             (beside / CACHE_FOLDER).mkdir(exist_ok=True)
             if os.access(beside / CACHE_FOLDER, os.W_OK):
                 return beside / CACHE_FOLDER
-    root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "espnet2_vllm"
-    folder = root / hashlib.sha256(str(beside.resolve()).encode("utf-8")).hexdigest()[:12]
+    folder = cache_root() / hashlib.sha256(str(beside.resolve()).encode("utf-8")).hexdigest()[:12]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,6 +100,12 @@ def cache_folder(source: Source) -> Path:
     if not chosen:
         log.warning("%s cannot be written: the converted checkpoint is kept in %s", beside, folder)
     return folder
+
+
+def cache_root() -> Path:
+    """Where conversions are kept that cannot lie beside their checkpoints, or are not wanted there."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "espnet2_vllm"
 
 
 def _convert(source: Source, target: Path, vocab_order: str) -> Checkpoint:

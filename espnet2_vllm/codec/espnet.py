@@ -19,10 +19,10 @@ from espnet2_vllm.codec.locate import locate_directory, locate_file
 from espnet2_vllm.codec.modules import for_inference
 from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder, push_together
 from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
-from espnet2_vllm.errors import CheckpointError, ConfigError, shown
+from espnet2_vllm.errors import CheckpointError, shown
+from espnet2_vllm.espnet_tree import import_espnet
 from espnet2_vllm.logs import printing_to_log
 from espnet2_vllm.safe_yaml import read_yaml
-from espnet2_vllm.unfetched import nothing_fetched
 
 # Encoding and decoding run through the generator alone; released files may lack the parts used in training only.
 _GENERATOR = "codec.generator."
@@ -196,16 +196,12 @@ def _build(config: Path) -> torch.nn.Module:
     arguments = read_yaml(config, CheckpointError)
     if not isinstance(arguments, Mapping) or "codec" not in arguments or "codec_conf" not in arguments:
         raise CheckpointError(f"{config} is not the config.yaml of an ESPnet GAN codec: it lacks codec and codec_conf")
-    try:
-        with nothing_fetched():
-            from espnet2.bin.gan_codec_inference import AudioCoding
-    except ImportError as error:
-        raise ConfigError(f"this codec needs ESPnet, which cannot be imported ({error}); run tools/setup.sh") from error
+    coding = import_espnet("espnet2.bin.gan_codec_inference", f"the codec of {config} needs ESPnet's")
     from typeguard import TypeCheckError
 
     try:
         with printing_to_log():
-            model = AudioCoding(train_config=config, model_file=None, device="cpu").model
+            model = coding.AudioCoding(train_config=config, model_file=None, device="cpu").model
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, TypeCheckError) as error:
         raise CheckpointError(f"ESPnet cannot build the codec of {config}: {type(error).__name__}: {error}") from error
     if hasattr(model.codec, "discriminator"):

@@ -133,3 +133,30 @@ def test_programs_name_files_in_utf8_where_python_would_not(tmp_path, words):
         and "sét 漢字/data.json: data_files: " in done.stderr.decode()
         and b"text \xe6" in done.stderr
     )
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "words", ["main --help", "inference --help", "speechlm_inference_chat --help", "main doctor --help"]
+)
+def test_help_whose_reader_has_enough_ends_quietly(words, buffered):
+    """As in ``--help | head``, but nobody reads even the first line."""
+    script = f'{sys.executable} -m espnet2_vllm.bin.{words} | true; echo "${{PIPESTATUS[0]}}"'
+    surroundings = {**environment(), "PYTHONUNBUFFERED": "" if buffered else "1"}
+    done = subprocess.run(["bash", "-c", script], env=surroundings, capture_output=True, encoding="utf-8")
+    assert done.stderr == ""
+    assert done.stdout == "0\n" or not buffered
+
+
+def test_output_longer_than_a_pipe_ends_quietly_too():
+    code = "from espnet2_vllm.bin.utf8 import insist_on_utf8; insist_on_utf8(); print('x' * 10**6)"
+    done = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{code}" | true'], env=environment(), capture_output=True, encoding="utf-8"
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_another_broken_pipe_is_still_a_traceback():
+    code = "from espnet2_vllm.bin.utf8 import insist_on_utf8; insist_on_utf8(); raise BrokenPipeError('of an engine')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, encoding="utf-8")
+    assert done.returncode == 1 and "BrokenPipeError: of an engine" in done.stderr

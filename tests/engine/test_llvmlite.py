@@ -46,7 +46,7 @@ def test_vllms_look_through_all_modules_ends_after_the_plugin_ran():
     dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher", reason="vLLM before 0.28 does not look")
     assert dispatcher
     look = (
-        "import librosa, sys; from vllm.triton_utils.dispatcher import _rebind_kernels\n"
+        "import numba, sys; from vllm.triton_utils.dispatcher import _rebind_kernels\n"
         "if sys.argv[1:]:\n    from espnet2_vllm.engine.plugin import register; register()\n"
         "_rebind_kernels([])"
     )

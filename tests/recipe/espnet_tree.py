@@ -26,13 +26,18 @@ PARTS = (
 )
 
 
-def espnet_tree() -> pathlib.Path:
-    """Root of the source tree. The test is skipped if there is neither such a tree nor a registry to ask for it."""
-    if named := os.environ.get("ESPNET_TREE"):
-        assert (pathlib.Path(named) / "espnet2").is_dir(), f"ESPNET_TREE={named} holds no espnet2"
+def espnet_tree(version: str | None = None) -> pathlib.Path:
+    """Root of the source tree of the installed ESPnet, or of ``version`` (in ``ESPNET_TREE_VERSION``, if it is there).
+
+    The test is skipped if there is neither such a tree nor a registry to ask for it.
+    """
+    variable = f"ESPNET_TREE_{version}" if version else "ESPNET_TREE"
+    if named := os.environ.get(variable):
+        assert (pathlib.Path(named) / "espnet2").is_dir(), f"{variable}={named} holds no espnet2"
         return pathlib.Path(named)
-    version = importlib.metadata.version("espnet")
-    if int(version[:6]) < 202609:
+    asked = version is not None
+    version = version or importlib.metadata.version("espnet")
+    if not asked and int(version[:6]) < 202609:
         pytest.skip(f"ESPnet {version} has no Bagpiper recipes")
     root = pathlib.Path(sys.prefix) / "share" / f"espnet-{version}"
     root.parent.mkdir(exist_ok=True)

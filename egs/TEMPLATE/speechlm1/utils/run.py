@@ -157,19 +157,13 @@ class Launcher:
             self.running.discard(process)
         return code if code >= 0 else 128 - code
 
-    def stop(self, number):
-        """Ends the jobs: by SIGTERM, after SIGINT where that came, so that logs say what ended them; the second time by SIGKILL.
-
-        What a shell put into the background ignores SIGINT.
-        """
+    def stop(self):
         with self.lock:
-            first = [signal.SIGINT] if number == signal.SIGINT else []
-            numbers = [signal.SIGKILL] if self.stopped else [*first, signal.SIGTERM]
+            number = signal.SIGKILL if self.stopped else signal.SIGTERM
             self.stopped = True
             for process in self.running:
                 try:
-                    for number in numbers:
-                        os.killpg(process.pid, number)
+                    os.killpg(process.pid, number)
                 except ProcessLookupError:
                     continue
 
@@ -213,7 +207,7 @@ def main(argv):
 
     def on_signal(number, _frame):
         received.append(number)
-        launcher.stop(number)
+        launcher.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)

@@ -166,6 +166,11 @@ def test_of_many_the_bad_ones_are_refused(model, tmp_path):
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(answer.reason)
     assert found[0].text == found[-1].text and found[0].outcome in ("ok", "length")
+    long = [["user", "text", "hello " * 20_000]]
+    for other in ("hello", good[0], {"role": "user"}, None, 3, long, *bad):
+        for asked in ([good, other], [other, good]):
+            found = dict(zip(map(id, asked), model.generate(asked, GREEDY), strict=True))
+            assert (found[id(good)].outcome != "refused", found[id(other)].outcome) == (True, "refused"), other
     with pytest.raises(DataError, match="no such file"):
         model.generate(bad[0], GREEDY)
 

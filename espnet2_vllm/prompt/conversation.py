@@ -102,9 +102,22 @@ def _samples(samples: Any) -> np.ndarray:
 
 
 def is_conversation(messages: Any) -> bool:
-    """Whether it is one conversation, not a list of them."""
-    first = messages[0] if isinstance(messages, Sequence) and len(messages) else None
+    """Whether it is one conversation, not a list of them. One good conversation makes a list of whatever stands beside it."""
+    if not isinstance(messages, Sequence) or any(map(_looks_like_one, messages)):
+        return False
+    first = messages[0] if len(messages) else None
     return isinstance(first, Sequence) and len(first) > 0 and isinstance(first[0], str)
+
+
+def _looks_like_one(item: Any) -> bool:
+    """Whether its first entry is a message, as far as that can be seen: [role, ...]."""
+    inner = item[0] if isinstance(item, Sequence) and not isinstance(item, (str, bytes)) and len(item) else None
+    return (
+        isinstance(inner, Sequence)
+        and not isinstance(inner, (str, bytes))
+        and len(inner) > 0
+        and isinstance(inner[0], str)
+    )
 
 
 def load_codes(content: Any) -> np.ndarray:

@@ -56,19 +56,14 @@ class Batch(NamedTuple):
 def plans(heads: Heads) -> list[Plan]:
     """What is tried."""
     products = [
-        Plan("product", tile, warps, stages)
+        Plan(True, tile, warps, stages)
         for tile, warps, stages in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
         if tile * heads.head_size <= 2048 * warps and tile // 8 >= warps
-    ]
-    products += [
-        Plan("turned", tile, warps, stages)
-        for tile, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4))
-        if tile * heads.head_size <= 4096 * warps and tile >= 16 * warps
     ]
     if heads.query_heads != heads.kv_heads:
         return products
     sums = [
-        Plan("sum", tile, warps, stages)
+        Plan(False, tile, warps, stages)
         for tile, warps, stages in itertools.product((8, 16, 32, 64), (1, 2, 4, 8), (1, 3))
         if 256 * warps <= tile * heads.head_size <= 1024 * warps
     ]

@@ -25,13 +25,12 @@ class Plan(NamedTuple):
     """How a shape is run.
 
     Attributes:
-        kind: ``product``: scores of a KV head's queries by matrix products; ``turned``: the same with cached rows as the rows of
-            the product, of which there are enough for Hopper's own instructions; ``sum``: one query head by sums.
+        product: by matrix products; else by sums.
         tile: cached rows at a time.
         warps, stages: of a program, and of its loop's pipeline.
     """
 
-    kind: str
+    product: bool
     tile: int
     warps: int
     stages: int
@@ -39,9 +38,9 @@ class Plan(NamedTuple):
 
 # Query heads a KV head, head size: the fastest of those that ``python -m espnet2_vllm.bench.attention`` tries, on an H200.
 PLANS = {
-    (1, 64): Plan("sum", 32, 4, 1),
-    (1, 128): Plan("sum", 32, 4, 1),
-    (4, 128): Plan("product", 32, 4, 3),
+    (1, 64): Plan(False, 32, 4, 1),
+    (1, 128): Plan(False, 32, 4, 1),
+    (4, 128): Plan(True, 32, 4, 3),
 }
 
 
@@ -151,56 +150,6 @@ def shared_attention_kernel(
 
 
 @triton.jit
-def turned_attention_kernel(
-    out, part_values, part_tops, part_totals, queries, keys, values, block_table, lengths, starts, scale,
-    out_stride, query_stride, table_stride, page_stride, slot_stride, head_stride,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """As ``shared_attention_kernel``, with all products turned."""
-    head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(starts + request)
-    if tl.load(starts + request + 1) == row:
-        return
-    length = tl.load(lengths + request)
-    begin, end = _part(length, split, TILE, SPLITS)
-    if begin >= end:
-        return
-    columns = tl.arange(0, HEAD)
-    members = tl.arange(0, M)
-    held = members < GROUP
-    heads = head * GROUP + members
-    query = tl.load(
-        queries + row * query_stride + heads[None, :] * HEAD + columns[:, None], mask=held[None, :], other=0.0
-    )
-    top = tl.full((M,), -float("inf"), tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    result = tl.zeros((HEAD, M), tl.float32)
-    table = block_table + request * table_stride
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        at, inside = _addresses(table, tile, length, page_stride, slot_stride, TILE, PAGE)
-        at += head * head_stride
-        key = tl.load(keys + at[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
-        value = tl.load(values + at[None, :] + columns[:, None], mask=inside[None, :], other=0.0)
-        score = tl.dot(key, query, input_precision="ieee") * scale
-        score = tl.where(inside[:, None], score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, 0))
-        weight = tl.exp2(score - higher[None, :])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weight, 0)
-        result = tl.dot(value, weight.to(value.dtype), result * shrink[None, :], input_precision="ieee")
-        top = higher
-    if SPLITS == 1:
-        place = out + row * out_stride + heads[None, :] * HEAD + columns[:, None]
-        tl.store(place, (result / total[None, :]).to(out.dtype.element_ty), mask=held[None, :])
-    else:
-        parts = (row * tl.num_programs(0) * GROUP + heads) * SPLITS + split
-        tl.store(part_values + parts[None, :] * HEAD + columns[:, None], result, mask=held[None, :])
-        tl.store(part_tops + parts, top, mask=held)
-        tl.store(part_totals + parts, total, mask=held)
-
-
-@triton.jit
 def single_attention_kernel(
     out, part_values, part_tops, part_totals, queries, keys, values, block_table, lengths, starts, scale,
     out_stride, query_stride, table_stride, page_stride, slot_stride, head_stride,
@@ -300,11 +249,7 @@ def decode_attention(
     plan = plan or plan_for(group, head_size)
     splits = splits or splits_for(requests, kv_heads)
     parts = (workspace.values, workspace.tops, workspace.totals)
-    kernel, across = {
-        "product": (shared_attention_kernel, kv_heads),
-        "turned": (turned_attention_kernel, kv_heads),
-        "sum": (single_attention_kernel, heads),
-    }[plan.kind]
+    kernel, across = (shared_attention_kernel, kv_heads) if plan.product else (single_attention_kernel, heads)
     kernel[(across, requests, splits)](
         out, *parts, queries, keys, values, block_table, lengths, starts, scale * _LOG2E,
         out.stride(0), queries.stride(0), block_table.stride(0), *keys.stride()[:3],

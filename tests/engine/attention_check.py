@@ -19,9 +19,10 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3} | ({torch.bfloat16: 1e-2
 def plan(rng, group):
     if rng.random() < 0.3:
         return None
-    kind = rng.choice(("product", "turned") if group > 1 else ("product", "turned", "sum"))
-    tiles = {"product": (16, 32, 64), "turned": (64, 128), "sum": (8, 16, 32)}
-    return Plan(kind, rng.choice(tiles[kind]), rng.choice((2, 4)), rng.choice((1, 2, 3)))
+    product = group > 1 or rng.random() < 0.5
+    return Plan(
+        product, rng.choice((16, 32, 64) if product else (8, 16, 32)), rng.choice((2, 4)), rng.choice((1, 2, 3))
+    )
 
 
 def cache(rng, pages, page, kv_heads, head_size, dtype):

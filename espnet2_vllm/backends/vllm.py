@@ -17,7 +17,7 @@ from ..engine.compat import check_options, engine_version, let_modules_be_scanne
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
 from ..engine.plugin import register_classes
-from ..engine.quantized import vllm_options
+from ..engine.quantized import MEANINGS, vllm_options
 from ..engine.rendezvous import stay_on_this_machine
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
@@ -52,11 +52,12 @@ _FIXED = (
 
 
 def settable_options() -> set[str]:
-    """Options that ``VllmEngine`` passes on: the fields of the installed vLLM's ``EngineArgs`` but for those it sets itself."""
+    """Options that ``VllmEngine`` passes on: the fields of the installed vLLM's ``EngineArgs`` but for those it sets itself, and
+    words of its own that stand for some."""
     engine_version()
     from vllm.engine.arg_utils import EngineArgs
 
-    return {part.name for part in fields(EngineArgs)} - {*_FIXED}
+    return {part.name for part in fields(EngineArgs)} - {*_FIXED} | {*MEANINGS}
 
 
 @dataclass

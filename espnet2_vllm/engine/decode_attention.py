@@ -38,9 +38,9 @@ class Plan(NamedTuple):
 
 # Query heads a KV head, head size: the fastest of those that ``python -m espnet2_vllm.bench.attention`` tries, on an H200.
 PLANS = {
-    (1, 64): Plan(False, 32, 4, 1),
-    (1, 128): Plan(False, 32, 4, 1),
-    (4, 128): Plan(True, 32, 4, 3),
+    (1, 64): Plan(False, 8, 2, 3),
+    (1, 128): Plan(True, 32, 4, 2),
+    (4, 128): Plan(True, 64, 4, 2),
 }
 
 

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, ConfigError
 PRECISIONS = ("fp8",)
 # Ours: (vLLM's option, its value for fp8). Weights have a scale for each row of a matrix, activations one for each row of the
 # batch; only matrices of layers are changed: embeddings and the heads of all streams stay as they are.
-_MEANINGS = {"precision": ("quantization", "fp8_per_channel"), "kv_cache_precision": ("kv_cache_dtype", "fp8")}
+MEANINGS = {"precision": ("quantization", "fp8_per_channel"), "kv_cache_precision": ("kv_cache_dtype", "fp8")}
 
 
 def vllm_options(options: Mapping[str, Any], directory: Path, *, cpu: bool) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def vllm_options(options: Mapping[str, Any], directory: Path, *, cpu: bool) -> d
         ConfigError: for another precision, on a CPU, beside vLLM's own option, or for a checkpoint that is quantised already.
     """
     result = dict(options)
-    for name, (theirs, value) in _MEANINGS.items():
+    for name, (theirs, value) in MEANINGS.items():
         wanted = result.pop(name, None)
         if wanted is None:
             continue

@@ -51,6 +51,12 @@ PAPER_DECODING: dict[str, Any] = {
 }
 
 CARD = "release.json"
+RELEASE_FILES = (
+    "inference_text.yaml",
+    "inference_audio.yaml",
+    "inference.yaml",
+    CARD,
+)  # beside training yaml and weights
 _CARD_KEYS = {"what": str, "system": str | None, "describe": Mapping, "render": Mapping}
 _DESCRIBE_KEYS = {"system": str | None, "prompt": str | None}
 _RENDER_KEYS = {"enforce_modality": list}

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from release_folders import BASE, SFT, TTS, cached, make_hub
 import espnet2_vllm
 from espnet2_vllm import Decoding, SpeechLM, from_pretrained, split_thinking
 from espnet2_vllm.audio import read_audio
+from espnet2_vllm.errors import CheckpointError
 from espnet2_vllm.generation import Generation
 from espnet2_vllm.releases import PAPER_DECODING
 
@@ -260,6 +262,45 @@ def test_a_release_without_decoding_yamls_takes_the_papers_table(here):
     model = from_pretrained(BASE, allow_base=True, backend="pytorch")
     assert model.release.text == model.release.audio == PAPER_DECODING
     assert (PAPER_DECODING["audio"]["cfg"], PAPER_DECODING["audio"]["min_step"]) == (3, 50)
+
+
+def test_a_converted_directory_says_what_its_release_says(hub, here, tmp_path):
+    from espnet2_vllm.bin import convert
+
+    release = tmp_path / "release"
+    shutil.copytree(cached(hub, SFT), release)
+    card = (
+        '{"system": null, "describe": {"system": "Hear.", "prompt": null}, "render": {"enforce_modality": ["audio"]}}'
+    )
+    (release / "release.json").write_text(card)
+    assert convert.main([str(release), str(tmp_path / "converted")]) == 0
+    one, other = (from_pretrained(tmp_path / name, backend="pytorch") for name in ("release", "converted"))
+    for name in ("system", "describe_system", "describe_prompt", "render_modalities", "dtype"):
+        assert getattr(one.release, name) == getattr(other.release, name)
+    assert (one.release.system, one.release.describe_system, one.release.render_modalities) == (
+        None,
+        "Hear.",
+        ("audio",),
+    )
+    for name in ("text", "audio"):
+        assert getattr(one.release, name).read_bytes() == getattr(other.release, name).read_bytes()
+        assert getattr(other.release, name).parent == tmp_path / "converted"
+
+
+def test_a_release_json_with_a_mistake_is_named(hub, here, tmp_path):
+    release = tmp_path / "release"
+    shutil.copytree(cached(hub, TTS), release)
+    for content, message in (
+        ("{", "cannot read .*release.json"),
+        ("[]", "the top level is .*expected an object"),
+        ('{"sytem": null}', "key sytem is unknown; did you mean system"),
+        ('{"system": 3}', "system is 3, expected a text or null"),
+        ('{"describe": {"promt": ""}}', r"key describe.promt is unknown; did you mean describe.prompt"),
+        ('{"render": {"enforce_modality": "audio"}}', "render.enforce_modality is 'audio', expected a list"),
+    ):
+        (release / "release.json").write_text(content)
+        with pytest.raises(CheckpointError, match=message):
+            from_pretrained(release, backend="pytorch")
 
 
 def test_a_missing_recording_is_said_first(here, tmp_path):

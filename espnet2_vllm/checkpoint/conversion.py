@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import CheckpointError, ConfigError
+from ..releases import RELEASE_FILES
 from ..text import TextTokenizer
 from .backbones import kept_keys, rope_settings
 from .describe import Description, describe, tokenizer_files
@@ -183,6 +184,9 @@ def _write_small_files(description: Description, plan: Plan, folder: Path) -> No
     copies = {f"tokenizer/{path.name}": path for path in tokenizer_files(description.tokenizer_dir)}
     for part in (description.codec, description.continuous_audio):
         copies |= part.copies if part else {}
+    if description.layout.family == "bagpiper":  # what the release says of itself holds for its conversion too
+        beside = {name: description.source.base_dir / name for name in RELEASE_FILES}
+        copies |= {name: path for name, path in beside.items() if path.is_file()}
     copy_files(copies, folder)
 
 

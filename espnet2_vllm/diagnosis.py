@@ -131,7 +131,7 @@ def engine_distribution() -> str | None:
 
 def _engine() -> Found:
     from .engine.compat import SUPPORTED, engine_version
-    from .engine.symbols import TESTED, check_symbols
+    from .engine.symbols import READ, TESTED, check_symbols
 
     version = engine_version()
     from vllm.platforms import current_platform
@@ -139,7 +139,7 @@ def _engine() -> Found:
     cpu = current_platform.is_cpu()
     check_symbols(version, cpu=cpu, v2=not cpu)
     runner = "V1 runner, on the CPU" if cpu else f"V2 runner, on {current_platform.device_name}"
-    known = "" if version.split("+")[0] in TESTED else f"; tested are {', '.join(TESTED)}"
+    known = "" if version.split("+")[0] in TESTED else f"; tested are {', '.join(TESTED)}, read {', '.join(READ)}"
     yield (f"{engine_distribution()} {version}, {runner}; supported is >={SUPPORTED[0]},<{SUPPORTED[1]}{known}",)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 from ..errors import EngineError
 
 TESTED = ("0.26.0", "0.32.0")
+# Of these the sources of the GPU wheel have every name; they did not run here.
+READ = ("0.33.0",)
 
 _REQUEST = (
     "request_id status sampling_params client_index arrival_time lora_request priority block_hashes _block_hasher _all_token_ids "
@@ -29,6 +31,7 @@ COMMON = {
     "prompt_logprobs flat_logprobs output_kind extra_args",
     "vllm.config:VllmConfig": "use_v2_model_runner model_config parallel_config scheduler_config speculative_config "
     "kv_transfer_config lora_config",
+    "vllm.config:get_current_vllm_config_or_none": "",
     "vllm.distributed:get_tensor_model_parallel_world_size": "",
     "vllm.distributed:get_tp_group": "",
     "vllm.distributed:tensor_model_parallel_all_gather": "",

@@ -1,10 +1,13 @@
 """The start-up check: every name of vLLM that the package uses is looked for, and what would lose streams is refused."""
 
 import ast
+import os
+import pathlib
 import types
 
 import pytest
 from conftest import REPO, golden_models
+from wheel_sources import WheelSources
 
 pytest.importorskip("vllm")
 
@@ -32,6 +35,29 @@ def test_the_installed_vllm_has_every_name():
     here = symbols.V1_RUNNER if current_platform.is_cpu() else symbols.GPU_WORKER
     for table in (symbols.COMMON, symbols.V2_RUNNER, here):
         assert symbols.missing_symbols(table) == []
+
+
+def sources_to_read():
+    """The installed vLLM, and the wheels, unpacked, that VLLM_WHEELS names: ones that cannot run here."""
+    import vllm
+
+    named = os.environ.get("VLLM_WHEELS", "")
+    return [pathlib.Path(vllm.__file__).parents[1], *map(pathlib.Path, filter(None, named.split(os.pathsep)))]
+
+
+@pytest.mark.parametrize("root", sources_to_read(), ids=lambda root: root.name)
+def test_sources_of_a_wheel_have_every_name(root):
+    sources = WheelSources(root)
+    assert sources.missing({**TABLES, **symbols.ATTENTION}) == []
+    places = {
+        "vllm.v1.request:Request": "num_tokens thing | block_hasher thing",
+        "vllm.v1.gone:A": "",
+        "vllm.v1.request:B": "",
+    }
+    assert sources.missing(places) == [
+        *("vllm.v1.request:Request.thing", "vllm.v1.request:Request(thing)"),
+        *("vllm.v1.gone:A", "vllm.v1.request:B"),
+    ], "what is not there is noticed"
 
 
 def imported(tree):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..audio_format import AudioFormat
 from ..drive import draw_seed
+from ..engine.quantized import MEANINGS
 from ..errors import CheckpointError, EngineError, SpeechLMError
 from ..io.journal import CHECKPOINT_PATH, Record, digest, earlier_settings
 from ..io.results import OUTSIDE, Draft, ResultWriter, Speech, outcome
@@ -299,7 +300,8 @@ def _without_defaults(decoding: dict[str, Any]) -> None:
 
 # Of prompts, decoding and result files: to be raised with every change after which the same input gives other results.
 RULES = 1
-RESULT_OPTIONS = ("max_rows", "max_model_len", "load_format", "quantization", "kv_cache_dtype", "hf_overrides")
+RESULT_OPTIONS = ("max_rows", "max_model_len", "load_format", "quantization", "quantization_config", "kv_cache_dtype")
+RESULT_OPTIONS += ("hf_overrides", *MEANINGS)
 
 
 def journal_settings(

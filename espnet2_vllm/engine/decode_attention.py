@@ -53,7 +53,7 @@ def plan_for(group: int, head_size: int) -> Plan:
 
 def fits(group: int, head_size: int) -> bool:
     """Whether the kernel has the shape: query heads a KV head, and the size of a head."""
-    return 1 <= group <= _ROWS_OF_A_PRODUCT and head_size in (32, 64, 128, 256)
+    return 1 <= group <= _ROWS_OF_A_PRODUCT and head_size in (32, 64, 128)
 
 
 def splits_for(requests: int, kv_heads: int) -> int:

@@ -41,6 +41,7 @@ def test_single_rows_have_a_kernel_of_their_own_on_hopper(heads):
         (OPUSLM, {**HOPPER, "plain": False}, "sliding window"),
         (Heads(32, 8, 80), HOPPER, "32 query heads on 8 KV heads of 80"),
         (Heads(32, 1, 128), HOPPER, "no shape of the decode kernel"),
+        (Heads(8, 4, 256), HOPPER, "no shape of the decode kernel"),
         (Heads(9, 2, 128), HOPPER, "no shape of the decode kernel"),
     ],
 )

@@ -1,14 +1,18 @@
 """Precisions by a word: what vLLM is told, and what is refused before anything is loaded."""
 
+import itertools
 import json
 
 import pytest
 from bench_models import converted_model
+from conftest import REPO
 
 from espnet2_vllm.backends import make_engine
 from espnet2_vllm.bin.compare import side
 from espnet2_vllm.bin.inference import main
+from espnet2_vllm.bin.job import journal_settings
 from espnet2_vllm.checkpoint import open_checkpoint
+from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.engine.quantized import vllm_options
 from espnet2_vllm.errors import CheckpointError, ConfigError
 
@@ -66,6 +70,17 @@ def test_engines_without_it_say_so(name, capsys):
     with pytest.raises(SystemExit):
         main(["--precision", "int4"])
     assert "invalid choice: 'int4'" in capsys.readouterr().err
+
+
+def test_a_run_in_another_precision_does_not_go_on_with_results():
+    config = load_decoding(REPO / "conf" / "inference_bagpiper_tts.yaml", "bagpiper")
+
+    def settings(**options):
+        return journal_settings(config, checkpoint={}, backend="vllm", seed=1, nbest=1, options=options)
+
+    assert settings(max_num_seqs=4) == settings()
+    found = [settings(), *(settings(**{name: "fp8"}) for name in ("precision", "kv_cache_precision", "quantization"))]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
 
 
 def test_a_side_of_a_comparison_may_have_one():

@@ -28,7 +28,7 @@ Driver = Generator[RowRequest, RowResult, Hypothesis]
 
 def seed_of(seed: int, key: str, hypothesis: int) -> int:
     """Seed of one hypothesis of one utterance: does not depend on the order or number of utterances."""
-    digest = hashlib.blake2b(f"{seed}/{hypothesis}/{key}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{hypothesis}/{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -25,10 +25,12 @@ import numpy as np
 
 from .answer import Answer, answers_of, only_answer, wav_bytes
 from .assistant import Assistant, Choice, Message
+from .audio.reading import reading_of
 from .decoding_choice import Decoding, label_of, settings_of
 from .drive import checked_seed
 from .errors import CheckpointError, ConfigError, DataError, EngineError, SpeechLMError
 from .generation import Generation, begun_in_thread, cancel
+from .io.items import item
 from .plan import REFUSED, Result, Utterance
 from .pretrained import one_of, open_pretrained
 from .prompt.conversation import checked_messages, is_conversation, load_codes, opuslm_conversation
@@ -70,6 +72,8 @@ class SpeechLM(Assistant):
         codec_tf32: bool = False,
         release: Release | None = None,
         attn_implementation: str | None = None,
+        commands: str = "refuse",
+        max_audio_samples: int | None = None,
         **options: Any,
     ) -> None:
         from .backends import check_engine, check_options
@@ -97,6 +101,7 @@ class SpeechLM(Assistant):
         self.decoding, self.units, self.clean_up_text = decoding, units, clean_up_text
         self.codec_share, self.codec_tf32 = Share.parse(str(codec_share)), codec_tf32
         self.notes: Counter[str] = Counter()
+        self.reading = reading_of(commands, channel="first", max_audio_samples=max_audio_samples, notes=self.notes)
         self.listening = listening_of(checkpoint, long_audio)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -133,7 +138,9 @@ class SpeechLM(Assistant):
             options: ``backend`` (``vllm`` or ``pytorch``), ``decoding`` (defaults of every call), ``long_audio`` (``whole``,
                 ``cut`` or ``refuse``: recordings beyond 30 s), ``clean_up_text`` (as on the command line), ``units`` (OpusLM: the
                 ``audio.units.UnitsDescription`` of the SSL model that recordings are tokenised with), ``codec_share`` and
-                ``codec_tf32`` (as on the command lines), and options of the engine such as ``max_num_seqs``.
+                ``codec_tf32`` (as on the command lines), ``commands`` (``refuse``, or ``allow``: whether a recording may be named as
+                ``command |``), ``max_audio_samples`` (of a recording that are read, at most), and options of the engine such as
+                ``max_num_seqs``.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or it cannot be used.
@@ -339,7 +346,8 @@ class SpeechLM(Assistant):
         found: list[Utterance | SpeechLMError] = []
         for place, messages in enumerate(conversations):
             try:
-                found.append(self._utterance(str(place), checked_messages(messages), answer, seed))
+                with item():
+                    found.append(self._utterance(str(place), checked_messages(messages), answer, seed))
             except DataError as error:
                 found.append(error)
         from .audio.ahead import encode_each, sounds
@@ -373,6 +381,7 @@ class SpeechLM(Assistant):
             encode_audio=None if self.checkpoint.codec is None else encode,
             listening=self.listening,
             upto_assistant=False,
+            reading=self.reading,
         )
 
     @cached_property
@@ -392,7 +401,7 @@ class SpeechLM(Assistant):
         spoken = isinstance(content, tuple) or (isinstance(content, str) and not content.rpartition(":")[2].isdecimal())
         if self.units is None or not spoken:
             return load_codes(content)
-        clip = read_recording(content, None) if isinstance(content, str) else content
+        clip = read_recording(content, None, self.reading) if isinstance(content, str) else content
         with self._lock:
             (codes,) = self.tokeniser([clip])
         if isinstance(codes, DataError):

@@ -126,6 +126,11 @@ class Listening:
             )
         return wav
 
+    @property
+    def enough(self) -> int | None:
+        """Samples of a recording, at its own rate, that decide what is heard of it; None is all."""
+        return self.limit + 1 if self.long_audio == "cut" else None
+
     def rows(self, samples: int) -> int:
         """Rows of the prompt that ``samples`` samples at the encoder's rate take."""
         return self.rows_of_frames(samples // self.hop)

@@ -30,6 +30,7 @@ from .options import (
     engine_options,
     flag,
     in_flight,
+    reading_options,
     run_command,
     seed,
 )
@@ -109,6 +110,10 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
         raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
     specifiers = _specifiers(args)
     if args.backend == ESPNET:
+        if args.commands == "refuse":
+            raise ConfigError(
+                "--commands refuse: ESPnet's own decoder runs commands all the same; give another --backend"
+            )
         return _run_espnet(args, given, open_datasets(specifiers))
     config = load_decoding(args.inference_config, "bagpiper")
     options = engine_options(args)
@@ -310,6 +315,7 @@ def _decode(
     from .job import run_job
 
     notes: Counter[str] = Counter()
+    reading = reading_options(args, notes)
     listening = listening_of(checkpoint, args.long_audio)
     world = args.world_size * args.num_workers
     writer_of = {uid: writers[i % world] for i, uid in enumerate(dataset.samples) if i % world in writers}
@@ -323,6 +329,7 @@ def _decode(
             samples=tuple(writer_of),
             encode_audio=None if speech is None else codec_encoder(layout, speech.codec, notes),
             listening=listening,
+            reading=reading,
         )
         for item in utterances:
             yield writer_of[item[0] if isinstance(item, tuple) else item.key], item

@@ -91,6 +91,17 @@ def share(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """Type of a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not above 0 and finite")
+    return value
+
+
 def codec_share(text: str) -> Any:
     """Type of a ``codec.share.Share``."""
     from ..codec.share import Share
@@ -129,6 +140,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     )
     add_engine_options(option)
     option("in_flight", type=at_least(1), default=1024, help="Utterances handed to an engine at once, at most")
+    group = parser.add_argument_group("recordings")
+    add_reading_options(option)
     group = parser.add_argument_group("scores")
     option(
         "write_scores",
@@ -152,6 +165,29 @@ def add_decoding_options(parser: argparse.ArgumentParser, style: str = "_") -> N
     option("resume", type=flag, nargs="?", const=True, default=True, help="Go on where an earlier run stopped")
     option("no_resume", dest="resume", action="store_false", help="Decode everything anew")
     option("overwrite", dest="resume", action="store_false", help="The same: begin anew whatever an earlier run left")
+
+
+COMMANDS_HELP = (
+    "Names of recordings that end in | are run by the shell: those of Kaldi files and Lhotse manifests (scp), those in "
+    "conversations too (allow), or none (refuse). OpusLM's data.json has none that is run"
+)
+
+
+def add_reading_options(option: Callable[..., None]) -> None:
+    """Adds what ``reading_options`` reads. ``option`` takes a name and the settings of ``add_argument``."""
+    option("commands", choices=("scp", "allow", "refuse"), default="scp", help=COMMANDS_HELP)
+    option("command_seconds", type=positive, default=600.0, help="That a command may take before it is killed")
+    option("command_megabytes", type=positive, default=2048.0, help="That a command may write")
+    samples_help = "Of one recording that are taken (of one channel), at most; longer ones are refused"
+    option("max_audio_samples", type=at_least(1), default=2**27, help=samples_help)
+
+
+def reading_options(args: argparse.Namespace, notes: Any = None) -> Any:
+    """The ``audio.Reading`` of these options; ``notes`` counts recordings of which not everything was taken."""
+    from ..audio.reading import reading_of
+
+    names = ("command_seconds", "command_megabytes", "max_audio_samples")
+    return reading_of(args.commands, channel="first", notes=notes, **{name: getattr(args, name) for name in names})
 
 
 def add_engine_options(option: Callable[..., None]) -> None:

@@ -19,6 +19,7 @@ from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.opuslm import Content, Facts, Tokenizer, Turn, opuslm_sequence, opuslm_utterance
 from ..prompt.tasks import AUDIO_MODALITIES, TEXT_MODALITIES, Entry, Task, find_task
+from .items import read_item
 from .json_lines import distinct_ids, read_json
 from .kaldi import Table, load_codes, locate, read_table
 
@@ -266,21 +267,22 @@ def read_utterances(
         keys: those of ``data.keys`` that are wanted, in this order; None is all.
         prompt_frames: see ``opuslm_utterance``.
     """
-    for key in data.keys if keys is None else keys:
+
+    def read(key: str) -> Utterance:
         uid = key.removeprefix(f"{data.task.name}_")
         rng = random.Random(seed)
-        try:
-            entries = data.load(uid, rng)
-            rows = opuslm_sequence(layout, tokenizer, data.task, entries, facts, rng)
-            info = {"uid": uid, "texts": {name: value for name, value in entries.items() if isinstance(value, str)}}
-            yield opuslm_utterance(
-                layout,
-                rows,
-                data.task,
-                key=key,
-                inference_last_segment=inference_last_segment,
-                prompt_frames=prompt_frames,
-                info=info,
-            )
-        except DataError as error:
-            yield key, DataError(f"{key}: {error}")
+        entries = data.load(uid, rng)
+        rows = opuslm_sequence(layout, tokenizer, data.task, entries, facts, rng)
+        info = {"uid": uid, "texts": {name: value for name, value in entries.items() if isinstance(value, str)}}
+        return opuslm_utterance(
+            layout,
+            rows,
+            data.task,
+            key=key,
+            inference_last_segment=inference_last_segment,
+            prompt_frames=prompt_frames,
+            info=info,
+        )
+
+    for key in data.keys if keys is None else keys:
+        yield read_item(key, read)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ..errors import DataError
 from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.bagpiper import Clip, Deaf, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
+from .items import read_item
 from .json_lines import distinct_ids, read_json, read_json_lines
 from .kaldi import Table, locate, read_table
 from .lhotse import LhotseReader
@@ -24,21 +25,21 @@ from .specifiers import DIALOGUE_TASK, PROMPTS, Specifier
 
 if TYPE_CHECKING:
     from ..audio.listening import Listening
+    from ..audio.reading import Reading
 
 
 class Reader(ABC):
     """Content of one entry by example id. DataError, naming the file, for an id that it cannot give."""
 
     @abstractmethod
-    def load(self, uid: str) -> Any: ...
+    def load(self, uid: str, reading: Reading | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class TextReader(Reader):
-    """``id words...``, or for ``.jsonl`` ``{"id": ..., "text": ...}`` a line. ``faults``: of ids whose line has no text."""
+    """``id words...``, or for ``.jsonl`` ``{"id": ..., "text": ...}`` a line."""
 
     table: Table
-    faults: Mapping[str, DataError] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> TextReader:
@@ -46,11 +47,9 @@ class TextReader(Reader):
             return cls(read_table(path))
         found = read_json_lines(path, "id", "text", str)
         faults = {uid: text for uid, text in found.items() if isinstance(text, DataError)}
-        return cls(Table(path, {uid: text for uid, text in found.items() if uid not in faults}), faults)
+        return cls(Table(path, {uid: text for uid, text in found.items() if uid not in faults}, faults))
 
-    def load(self, uid: str) -> str:
-        if uid in self.faults:
-            raise self.faults[uid]
+    def load(self, uid: str, reading: Reading | None = None) -> str:
         return self.table.value(uid)
 
 
@@ -61,9 +60,9 @@ class KaldiAudioReader(Reader):
     table: Table
     base_dir: Path
 
-    def load(self, uid: str) -> Clip:
+    def load(self, uid: str, reading: Reading | None = None) -> Clip:
         try:
-            return read_recording(self.table.value(uid), self.base_dir)
+            return read_recording(self.table.value(uid), self.base_dir, reading)
         except DataError as error:
             raise DataError(f"{uid} of {self.table.path}: {error}") from error
 
@@ -79,7 +78,7 @@ class DialogueReader(Reader):
     def open(cls, path: Path) -> DialogueReader:
         return cls(path, read_json_lines(path, "example_id", "messages", list))
 
-    def load(self, uid: str) -> list:
+    def load(self, uid: str, reading: Reading | None = None) -> list:
         if uid not in self.dialogues:
             raise DataError(f"{self.path}: no line has the example_id {uid}")
         if isinstance(found := self.dialogues[uid], DataError):
@@ -124,11 +123,12 @@ class Dataset:
         assert 0 <= rank < world, f"rank {rank} of {world}"
         return self.samples[rank::world]
 
-    def messages(self, uid: str) -> list:
+    def messages(self, uid: str, reading: Reading | None = None) -> list:
         """The conversation of a sample, up to where the answer begins at least."""
         if self.specifier.task == DIALOGUE_TASK:
-            return self.readers[DIALOGUE_TASK].load(uid)
-        prompt = [[role, kind, self.readers[name].load(uid)] for role, kind, name in PROMPTS[self.specifier.task]]
+            return self.readers[DIALOGUE_TASK].load(uid, reading)
+        entries = PROMPTS[self.specifier.task]
+        prompt = [[role, kind, self.readers[name].load(uid, reading)] for role, kind, name in entries]
         # A placeholder: what is prompted ends before the assistant's first message.
         return [*prompt, ["assistant", "text", ""]]
 
@@ -185,32 +185,36 @@ def read_utterances(
     samples: Iterable[str] | None = None,
     encode_audio: EncodeAudio | None = None,
     listening: Listening | Deaf | None = None,
+    reading: Reading | None = None,
 ) -> Iterator[Utterance | tuple[str, DataError]]:
     """Utterances one by one; a pair (id, error) stands for one that cannot be read.
 
     Args:
         samples: those that are wanted, in this order (``dataset.share``); None is all.
-        encode_audio, listening: see ``bagpiper_prompt``.
+        encode_audio, listening, reading: see ``bagpiper_prompt``.
     """
+    from ..audio.reading import FIRST, Reading
+
+    reading = replace(reading or Reading(), channel=FIRST)
+    heard = reading if listening is None else replace(reading, enough=listening.enough)
+
+    def read(uid: str) -> Utterance:
+        messages = dataset.messages(uid, heard)
+        texts = _prompt_texts(messages)
+        return bagpiper_utterance(
+            layout,
+            tokenizer,
+            messages,
+            key=uid,
+            info={"task": dataset.specifier.task, "name": dataset.specifier.name, "prompt": texts},
+            encode_audio=encode_audio,
+            listening=listening,
+            base_dir=dataset.specifier.path.parent,
+            reading=reading,
+        )
+
     for uid in dataset.samples if samples is None else samples:
-        try:
-            messages = dataset.messages(uid)
-            yield bagpiper_utterance(
-                layout,
-                tokenizer,
-                messages,
-                key=uid,
-                info={
-                    "task": dataset.specifier.task,
-                    "name": dataset.specifier.name,
-                    "prompt": _prompt_texts(messages),
-                },
-                encode_audio=encode_audio,
-                listening=listening,
-                base_dir=dataset.specifier.path.parent,
-            )
-        except DataError as error:
-            yield uid, DataError(f"{uid}: {error}")
+        yield read_item(uid, read)
 
 
 def _prompt_texts(messages: Sequence[Any]) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import DataError
 from ..prompt.bagpiper import Clip, read_recording
 from .json_lines import iterate_json_lines
+
+if TYPE_CHECKING:
+    from ..audio.reading import Reading
 
 # In this order, as ESPnet's ``LhotseAudioReader`` prefers them.
 MANIFESTS = ("cuts.jsonl.gz", "recordings.jsonl.gz")
@@ -22,34 +25,32 @@ class LhotseReader:
     """Items of a manifest by id, as they stand in it; their audio is read when it is asked for."""
 
     path: Path
-    items: Mapping[str, Mapping[str, Any]]
+    items: Mapping[str, Mapping[str, Any] | DataError]
     base_dir: Path
 
     @classmethod
     def open(cls, directory: Path, base_dir: Path) -> LhotseReader:
-        """DataError for a folder without a manifest, and for a manifest that is damaged or has an id twice."""
+        """DataError for a folder without a manifest, and for a manifest that cannot be read on."""
         path = next((directory / name for name in MANIFESTS if (directory / name).is_file()), None)
         if path is None:
             raise DataError(f"{directory}: has neither {' nor '.join(MANIFESTS)}")
-        items: dict[str, Mapping[str, Any]] = {}
-        for number, item in iterate_json_lines(path):
-            uid = item.get("id")
-            if not isinstance(uid, str):
-                raise DataError(f"{path}:{number}: the item has no id")
-            if uid in items:
-                raise DataError(f"{path}:{number}: id {uid!r} comes twice")
-            items[uid] = item
-        return cls(path, items, base_dir)
+        return cls(path, {uid: item for _, uid, item in iterate_json_lines(path, "id")}, base_dir)
 
-    def load(self, uid: str) -> Clip:
+    def load(self, uid: str, reading: Reading | None = None) -> Clip:
+        from ..audio.reading import Reading
+
         if uid not in self.items:
             raise DataError(f"{self.path}: no item has the id {uid}")
-        item = self.items[uid]
+        item, reading = self.items[uid], reading or Reading()
+        if isinstance(item, DataError):
+            raise item
         source = _plain_file(item)
         try:
             if source is None:
-                return _load_with_lhotse(item)
-            wav, rate = read_recording(source, self.base_dir)
+                return _load_with_lhotse(_with_output_of_commands(item, self.base_dir, reading), reading)
+            if source.rstrip().endswith("|"):
+                raise DataError(f"{source[:80]}: the manifest calls it a file; a command is of type command")
+            wav, rate = read_recording(source, self.base_dir, reading)
             if rate != item["sampling_rate"]:
                 raise DataError(f"{source} is sampled at {rate} Hz, the manifest says {item['sampling_rate']} Hz")
         except DataError as error:
@@ -74,7 +75,21 @@ def _plain_file(item: Mapping[str, Any]) -> str | None:
     return source if plain else None
 
 
-def _load_with_lhotse(item: Mapping[str, Any]) -> Clip:
+def _with_output_of_commands(item: Any, base_dir: Path, reading: Reading) -> Any:
+    """The item with what its commands write in their places, so that none runs without limits, or where none may run."""
+    if isinstance(item, list):
+        return [_with_output_of_commands(one, base_dir, reading) for one in item]
+    if not isinstance(item, Mapping):
+        return item
+    if item.get("type") == "command" and isinstance(item.get("source"), str):
+        from ..audio.reading import output_of_command
+
+        with output_of_command(item["source"], base_dir, reading) as file:
+            return {**item, "type": "memory", "source": file.read()}
+    return {key: _with_output_of_commands(value, base_dir, reading) for key, value in item.items()}
+
+
+def _load_with_lhotse(item: Mapping[str, Any], reading: Reading) -> Clip:
     try:
         from lhotse import Recording
         from lhotse.audio import AudioLoadingError, DurationMismatchError
@@ -95,6 +110,11 @@ def _load_with_lhotse(item: Mapping[str, Any]) -> Clip:
     )
     try:
         loaded = Recording.from_dict(dict(item)) if "sources" in item else deserialize_item(dict(item))
+        if (declared := loaded.num_samples) > reading.max_audio_samples:
+            raise DataError(
+                f"{declared} samples, beyond the {reading.max_audio_samples} that max_audio_samples allows; cut it into segments, "
+                "or raise max_audio_samples"
+            )
         wav = np.asarray(loaded.load_audio(), dtype=np.float32)
     except failures as error:
         raise DataError(f"Lhotse cannot read it: {type(error).__name__}: {error}") from error

@@ -9,20 +9,28 @@ path may be an http(s) address. Texts are compressed with Zstandard; a dialogue 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, shown
 from .kaldi import locate
+
+if TYPE_CHECKING:
+    from ..audio.reading import Reading
+
+log = logging.getLogger(__name__)
 
 _NEEDED = ("utt_id", "path", "start_byte_offset", "file_size_bytes")
 _TIMES = ("start_time", "end_time")
+_MOST_TEXT = 2**26  # bytes
 _ADDRESSES = ("http://", "https://")
 
 
@@ -67,8 +75,9 @@ class OmniioTable:
             return fetch_range(place.path, place.start, place.size)
         path = locate(place.path, base_dir)
         with path.open("rb") as file:
-            file.seek(place.start)
-            data = file.read(place.size)
+            left = max(0, file.seek(0, os.SEEK_END) - place.start)
+            file.seek(min(place.start, file.tell()))
+            data = file.read(min(place.size, left))
         if len(data) < place.size:
             there = f"{len(data)} of {place.size} bytes from byte {place.start} are there"
             raise DataError(f"{path} is cut short, {there}")
@@ -82,7 +91,7 @@ def open_table(path: Path, *, allow_url: bool = False) -> OmniioTable:
         allow_url: whether recordings and texts may be fetched from http(s) addresses.
 
     Raises:
-        DataError: naming the file, for one that is no such table, a row without an id, or an id that comes twice.
+        DataError: naming the file, for one that is no such table.
         ConfigError: if pyarrow is not installed.
     """
     if path.is_dir():
@@ -111,9 +120,11 @@ def _places(path: Path, columns: Mapping[str, list]) -> dict[str, Place]:
     rows = zip(*(columns[name] for name in _NEEDED), *times, strict=True)
     for number, (uid, file, start, size, begin, end) in enumerate(rows, 1):
         if not isinstance(uid, str):
-            raise DataError(f"{path}: row {number}: expected utt_id as text, got {uid!r}")
+            log.warning("%s: row %d: expected utt_id as text, got %s; the row is left out", path, number, shown(uid))
+            continue
         if uid in places:
-            raise DataError(f"{path}: row {number}: utt_id {uid!r} comes twice")
+            places[uid] = DataError(f"{path}: row {number}: utt_id {uid!r} comes twice")
+            continue
         places[uid] = Place(file, start, size, begin, end)
         if not _fits(places[uid]):
             places[uid] = DataError(
@@ -141,38 +152,45 @@ class OmniioReader(ABC):
     base_dir: Path
 
     @abstractmethod
-    def load(self, uid: str) -> Any: ...
+    def load(self, uid: str, reading: Reading | None = None) -> Any: ...
 
 
 class OmniioAudio(OmniioReader):
     """``(samples [channels, n] float32, rate)``."""
 
-    def load(self, uid: str) -> tuple[np.ndarray, int]:
+    def load(self, uid: str, reading: Reading | None = None) -> tuple[np.ndarray, int]:
         from ..audio.reading import read_audio_bytes
 
         data, place = self.table.read(uid, self.base_dir)
         where = f"{uid} of {self.table.path}"
-        wav, rate = read_audio_bytes(data, where)
-        first = 0 if place.start_time is None else int(place.start_time * rate)
-        last = wav.shape[1] if place.end_time is None else int(place.end_time * rate)
-        if not 0 <= first < last or first >= wav.shape[1]:
+
+        def span(rate: int) -> tuple[int, int | None]:
+            first = 0 if place.start_time is None else int(place.start_time * rate)
+            last = None if place.end_time is None else int(place.end_time * rate)
+            return (first, last) if first >= 0 and (last is None or first < last) else (0, 0)
+
+        wav, rate = read_audio_bytes(data, where, reading=reading, span=span)
+        if not wav.shape[1]:
             raise DataError(
-                f"{where}: the part from {place.start_time} to {place.end_time} s is not within the recording of "
-                f"{wav.shape[1] / rate:.3f} s"
+                f"{where}: the part from {place.start_time} to {place.end_time} s is not within the recording"
             )
-        return np.ascontiguousarray(wav[:, first:last]), rate
+        return wav, rate
 
 
 class OmniioText(OmniioReader):
     """A text."""
 
-    def load(self, uid: str) -> Any:
+    def load(self, uid: str, reading: Reading | None = None) -> Any:
         import pyarrow
 
         data, _ = self.table.read(uid, self.base_dir)
         where = f"{uid} of {self.table.path}"
         try:
-            text = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read().decode("utf-8")
+            packed = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd")
+            unpacked = packed.read(_MOST_TEXT + 1)
+            if len(unpacked) > _MOST_TEXT:
+                raise DataError(f"{where}: unpacks to more than {_MOST_TEXT} bytes of text")
+            text = unpacked.decode("utf-8")
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{where}: is no text compressed with Zstandard: {error}") from error
         except UnicodeDecodeError as error:
@@ -185,12 +203,12 @@ class OmniioText(OmniioReader):
 class OmniioDialogue(OmniioText):
     """Messages ``[role, modality, content]``."""
 
-    def load(self, uid: str) -> list:
+    def load(self, uid: str, reading: Reading | None = None) -> list:
         text = super().load(uid)
         try:
             messages = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"{uid} of {self.table.path}: is no JSON: {error}") from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise DataError(f"{uid} of {self.table.path}: is no JSON: {shown(error)}") from error
         if isinstance(messages, dict) and "messages" in messages:
             messages = messages["messages"]
         if not isinstance(messages, list):

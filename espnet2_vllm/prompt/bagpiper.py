@@ -21,6 +21,7 @@ from ..plan import Continuous, Given, Utterance, Wanted
 
 if TYPE_CHECKING:
     from ..audio.listening import Listening
+    from ..audio.reading import Reading
     from ..checkpoint import Checkpoint
     from ..codec import Codec
 
@@ -76,6 +77,7 @@ def bagpiper_prompt(
     listening: Listening | Deaf | None = None,
     upto_assistant: bool = True,
     base_dir: Path | None = None,
+    reading: Reading | None = None,
 ) -> Given:
     """A conversation as rows, without the ``<|assistant|>`` that asks for an answer.
 
@@ -88,6 +90,7 @@ def bagpiper_prompt(
             (``preprocessor.audio_input`` of train.yaml, see ``listening_of``).
         upto_assistant: leave out the first message of the assistant and all behind it, as ESPnet does when it decodes.
         base_dir: where recordings are looked up that are not found from the working directory.
+        reading: how those are read that messages name; None is ``Reading()``, without commands.
 
     Returns:
         [T, S] int32 rows, and which of them are continuous.
@@ -98,7 +101,7 @@ def bagpiper_prompt(
     if not messages:
         raise DataError("the conversation has no messages")
     checked = _checked(messages, upto_assistant)
-    audio = iter(_audio(layout, checked, encode_audio, listening, base_dir))
+    audio = iter(_audio(layout, checked, encode_audio, listening, base_dir, reading))
     rows, continuous = [_special(layout, "bos")], []
     for i, (role, modality, content) in enumerate(checked):
         goes_on = i + 1 < len(checked) and checked[i + 1][0] == role
@@ -175,8 +178,12 @@ def _audio(
     encode_audio: EncodeAudio | None,
     listening: Listening | Deaf | None,
     base_dir: Path | None,
+    reading: Reading | None,
 ) -> list[np.ndarray | Continuous]:
     """Of each audio message, in order, its rows of ids, or its continuous rows without their place."""
+    from ..audio.reading import FIRST, Reading
+
+    reading = replace(reading or Reading(), channel=FIRST).of_conversations()
     found: list[Any] = []
     discrete: list[int] = []
     for i, (role, modality, content) in enumerate(messages):
@@ -185,8 +192,10 @@ def _audio(
         if encode_audio is None and (listening is None or role == "assistant"):
             raise DataError(f"message {i} is audio, but the checkpoint has no codec to encode it with")
         try:
-            clip = read_recording(content, base_dir) if isinstance(content, str) else content
-            if listening is not None and role != "assistant":
+            heard = listening is not None and role != "assistant"
+            how = replace(reading, enough=listening.enough) if heard else reading
+            clip = read_recording(content, base_dir, how) if isinstance(content, str) else content
+            if heard:
                 wav = listening.prepare(*clip)
                 found.append(Continuous(0, listening.rows(len(wav)), wav))
                 continue
@@ -207,6 +216,7 @@ class Deaf:
 
     def __init__(self, error: CheckpointError) -> None:
         self.error = error
+        self.enough: int | None = 1
         self.notes: Counter[str] = Counter()
 
     def prepare(self, wav: np.ndarray, rate: int) -> np.ndarray:
@@ -225,11 +235,13 @@ def listening_of(checkpoint: Checkpoint, long_audio: str = "whole") -> Listening
         return Deaf(error)
 
 
-def read_recording(spec: str, base_dir: Path | None) -> Clip:
-    """A recording as ESPnet finds it, from the working directory, or else from ``base_dir``. DataError as ``read_audio``."""
-    from ..audio import read_audio
+def read_recording(spec: str, base_dir: Path | None, reading: Reading | None = None) -> Clip:
+    """A recording as ESPnet finds it: from the working directory, or else from ``base_dir``.
 
-    name, colon, offset = spec.strip().rpartition(":")
-    path = name if colon and offset.isdecimal() else spec.strip()
+    DataError as ``read_audio``.
+    """
+    from ..audio.reading import read_audio, split_place
+
+    path, _ = split_place(spec.strip())
     here = base_dir is None or spec.strip().endswith("|") or os.path.exists(path) or os.path.exists(spec.strip())
-    return read_audio(spec, base_dir=None if here else base_dir)
+    return read_audio(spec, base_dir=None if here else base_dir, reading=reading)

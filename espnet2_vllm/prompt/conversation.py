@@ -46,7 +46,10 @@ def checked_messages(messages: Any, where: str = "messages") -> list[list[Any]]:
 def _content(content: Any) -> Any:
     """A path becomes its name; samples of any library and type float32."""
     if hasattr(content, "__fspath__"):
-        return content.__fspath__()
+        path = content.__fspath__()
+        if str(path).rstrip().endswith("|"):
+            raise DataError(f"{path}: a path that ends in | would be taken for a command; rename the file")
+        return path
     if isinstance(content, Sequence) and not isinstance(content, str) and len(content) == 2:
         samples, rate = content
         if _many(rate) and not _many(samples):

@@ -12,7 +12,7 @@ import soundfile
 from conftest import golden_files
 
 from espnet2_vllm.audio import first_channel, read_audio, resample
-from espnet2_vllm.audio.reading import resample_by_sample
+from espnet2_vllm.audio.resampling import resample_by_sample
 from espnet2_vllm.errors import DataError
 
 SEED = 611
@@ -320,7 +320,7 @@ def test_an_encoding_that_cannot_be_sought_is_read_whole(tmp_path):
 
 def test_samples_without_a_header_and_commands_that_cannot_be_started_are_messages(tmp_path):
     (tmp_path / "a.raw").write_bytes(bytes(3200))
-    with pytest.raises(DataError, match="a.raw: no audio with a header: .*convert it"):
+    with pytest.raises(DataError, match="a.raw: no audio that libsndfile reads"):
         read_audio(str(tmp_path / "a.raw"))
     for command in ("cat a.wav #" + "x" * 200_000 + " |", "cat a\0.wav |"):
         with pytest.raises(DataError, match="command cannot be started: cat a"):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 
 import kaldiio
@@ -125,21 +126,29 @@ def test_shares_cover_every_sample_once(tmp_path):
     assert sorted(uid for rank in range(3) for uid in dataset.share(rank, 3)) == samples
 
 
-def test_json_lines_of_text(tmp_path):
+def test_json_lines_of_text(tmp_path, caplog):
+    """A line that cannot be read costs the id that can be made out in it, and nothing else."""
     path = tmp_path / "t.jsonl"
     path.write_bytes('\ufeff{"id": "u1", "text": "a\\nb"}\r\n\n{"id": "u2", "text": "é"}\n'.encode())
     dataset = opened("text_to_audio", write(tmp_path, [("text1", "t.jsonl", "text")], ["u1", "u2"]))
     assert [dataset.messages(u)[0] for u in ("u1", "u2")] == [["user", "text", "a\nb"], ["user", "text", "é"]]
     for content, message in [
         (b'{"id": "u1", "text": "a"}\n{"id": "u1", "text": "b"}\n', "t.jsonl:2: id 'u1' was already in line 1"),
-        (b'{"text": "a"}\n', "t.jsonl:1: expected 'id' .a string. and 'text'"),
-        (b'{"id": "u1", "text": "a"}\n{"id": \n', "t.jsonl:2: no JSON"),
-        (b'["u1"]\n', "t.jsonl:1: holds a list"),
+        (b'{"id": "u1", "text": \n', "t.jsonl:1: no JSON"),
         (b'{"id": "u1", "text": "\xff"}\n', "t.jsonl:1: not UTF-8"),
+        (b'{"id": "u1", "text": ' + b"9" * 5000 + b"}\n", "t.jsonl:1: no JSON that can be read: ValueError"),
+        (b'{"id": "u1", "text": ' + b"[" * 200_000 + b"\n", "t.jsonl:1: no JSON that can be read: RecursionError"),
+        (b'{"text": "a"}\n', "expected 'id', a string"),
+        (b'{"id": \n', "no JSON"),
+        (b'["u1"]\n', "holds a list"),
     ]:
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            opened("text_to_audio", tmp_path / "dataset.json")
+        path.write_bytes(content + b'{"id": "u2", "text": "b"}\n')
+        dataset = opened("text_to_audio", tmp_path / "dataset.json")
+        assert dataset.messages("u2")[0] == ["user", "text", "b"]
+        with pytest.raises(DataError) as caught:
+            dataset.messages("u1")
+        assert re.search(message, f"{caught.value} {caplog.text}"), caught.value
+        caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -224,8 +233,8 @@ def test_lhotse_recordings_need_no_lhotse(tmp_path, monkeypatch):
     ):
         assert message in str(error)
     recordings(tmp_path / "m", items[:1] * 2)
-    with pytest.raises(DataError, match="recordings.jsonl.gz:2: id 'u1' comes twice"):
-        opened("audio_to_text", path)
+    with pytest.raises(DataError, match="recordings.jsonl.gz:2: id 'u1' was already in line 1"):
+        opened("audio_to_text", path).messages("u1")
     whole = (tmp_path / "m" / "recordings.jsonl.gz").read_bytes()
     (tmp_path / "m" / "recordings.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="recordings.jsonl.gz: damaged or cut short"):

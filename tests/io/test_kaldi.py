@@ -1,5 +1,7 @@
 """Tables, paths and arks, sound and damaged."""
 
+import struct
+
 import kaldiio
 import numpy as np
 import pytest
@@ -19,11 +21,15 @@ def test_tables_say_which_line_is_wrong(tmp_path):
     with pytest.raises(DataError, match=f"{path}: no line begins with u4"):
         table.value("u4")
     path.write_text("u1 a\nu2 b\nu1 c\n", encoding="utf-8")
+    table = read_table(path)
     with pytest.raises(DataError, match=f"{path}:3: key 'u1' was already in line 1"):
-        read_table(path)
+        table.value("u1")
+    assert table.value("u2") == "b"
     path.write_bytes(b"u1 a\nu2 \xff\n")
+    table = read_table(path)
     with pytest.raises(DataError, match=f"{path}:2: not UTF-8"):
-        read_table(path)
+        table.value("u2")
+    assert table.value("u1") == "a"
     with pytest.raises(DataError, match="cannot be read"):
         read_table(tmp_path / "nowhere")
 
@@ -94,3 +100,49 @@ def test_what_is_no_array_of_codes_is_refused(ark, tmp_path):
         load_codes("x.ark:99999", tmp_path)
     with pytest.raises(DataError, match="no such file"):
         load_codes("z.ark:3", tmp_path)
+
+
+def test_an_array_that_declares_more_than_its_ark_holds_is_refused_before_memory_is_asked_for(ark, tmp_path):
+    for header in (
+        b"\0B\4" + struct.pack("<i", 2**31 - 1),
+        b"\0B\4" + struct.pack("<i", -3),
+        b"\0BFM \4" + struct.pack("<i", 2**31 - 1) + b"\4" + struct.pack("<i", 2**31 - 1),
+        b"\0BDV \4" + struct.pack("<i", 2**31 - 1),
+        b"\0BCM " + struct.pack("<ffii", 0, 1, 2**31 - 1, 9),
+        b"\0BCM2 " + struct.pack("<ffii", 0, 1, 9, -1),
+    ):
+        (tmp_path / "big.ark").write_bytes(b"u " + header + bytes(100))
+        with pytest.raises(DataError, match="big.ark:2: the array declares .*damaged or cut short"):
+            load_codes("big.ark:2", tmp_path)
+
+
+def test_places_and_names_that_are_too_long_are_messages(ark, tmp_path):
+    for name in ("x.ark:" + "9" * 5000, "x" * 5000, "/y" * 3000 + ".ark:7", "a\0b"):
+        with pytest.raises(DataError, match="no such file") as caught:
+            load_codes(name, tmp_path)
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("spec", ["[0:9]", "[5:19]", "[3:3]", "[0:9,2:4]", "[:,0:2]", "[,7:8]"])
+def test_rows_of_an_ark_are_kaldis(tmp_path, spec):
+    """Both ends are included; kaldiio, with which ESPnet reads token arks, takes the same rows."""
+    codes = np.arange(180, dtype=np.float32).reshape(20, 9)
+    kaldiio.save_ark(str(tmp_path / "c.ark"), {"a": codes, "v": np.arange(12, dtype=np.int32)})
+    found = load_codes(f"c.ark:2{spec}", tmp_path)
+    rows, _, columns = spec.strip("[]").partition(",")
+
+    def bounds(text, length):
+        first, _, last = text.partition(":")
+        return (int(first), int(last) + 1) if first else (0, length)
+
+    (top, bottom), (left, right) = bounds(rows, 20), bounds(columns, 9)
+    np.testing.assert_array_equal(found, codes[top:bottom, left:right])
+    if rows not in ("", ":"):
+        np.testing.assert_array_equal(found, kaldiio.load_mat(f"{tmp_path}/c.ark:2{spec}"))
+
+
+@pytest.mark.parametrize("spec", ["[0:20]", "[5:4]", "[a:b]", "[1]", "[0:1,0:1,0:1]", "[-1:3]", "[0:9999999999999]"])
+def test_rows_that_an_ark_does_not_have_are_refused(tmp_path, spec):
+    kaldiio.save_ark(str(tmp_path / "c.ark"), {"a": np.zeros((20, 9), np.float32)})
+    with pytest.raises(DataError, match=r"c\.ark:2\["):
+        load_codes(f"c.ark:2{spec}", tmp_path)

@@ -98,7 +98,7 @@ def test_a_bad_row_spares_the_others(tmp_path):
     assert found.load("a")[0].shape == (1, RATE)
     for uid, message in (
         ("noise", "noise of .*no audio that libsndfile reads"),
-        ("late", "from 3.0 to 4.0 s is not within the recording of 1.000 s"),
+        ("late", "from 3.0 to 4.0 s is not within the recording"),
         ("gone", "no row has the utt_id gone"),
     ):
         with pytest.raises(DataError, match=message):
@@ -150,10 +150,9 @@ def test_tables_that_are_none(tmp_path, monkeypatch):
     places = {"path": ["x", "x"], "start_byte_offset": [0, 1], "file_size_bytes": [1, 1]}
     parquet.write_table(pyarrow.table({"utt_id": ["a", "a"], **places}), path)
     with pytest.raises(DataError, match="row 2: utt_id 'a' comes twice"):
-        open_table(path)
+        open_table(path).read("a", tmp_path)
     parquet.write_table(pyarrow.table({"utt_id": ["a", None], **places}), path)
-    with pytest.raises(DataError, match="row 2: expected utt_id"):
-        open_table(path)
+    assert set(open_table(path).places) == {"a"}
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="pip install pyarrow"):
         open_table(path)

@@ -138,7 +138,7 @@ class SpeechLM(Assistant):
             options: ``backend`` (``vllm`` or ``pytorch``), ``decoding`` (defaults of every call), ``long_audio`` (``whole``,
                 ``cut`` or ``refuse``: recordings beyond 30 s), ``clean_up_text`` (as on the command line), ``units`` (OpusLM: the
                 ``audio.units.UnitsDescription`` of the SSL model that recordings are tokenised with), ``codec_share`` and
-                ``codec_tf32`` (as on the command lines), ``commands`` (``refuse``, or ``allow``: whether a recording may be named as
+                ``codec_tf32`` (as on the command lines), ``commands`` (``refuse``, or ``allow``: a recording may be named as
                 ``command |``), ``max_audio_samples`` (of a recording that are read, at most), and options of the engine such as
                 ``max_num_seqs``.
 

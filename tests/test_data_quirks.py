@@ -89,8 +89,6 @@ def test_an_utterance_that_is_empty_or_an_id_only_costs_itself(content, reason, 
 @pytest.mark.parametrize(
     ("content", "examples", "message"),
     [
-        (b"a one\nb two\na three\n", "ab", "text:3: key 'a' was already in line 1"),
-        (b"a one\nb \xff\n", "ab", "text:2: not UTF-8"),
         (b"a one\n", "aa", "examples come twice: a"),
         (b"a one\n", "", "there is nothing to decode"),
     ],
@@ -98,6 +96,21 @@ def test_an_utterance_that_is_empty_or_an_id_only_costs_itself(content, reason, 
 def test_what_makes_a_set_ambiguous_is_refused_with_its_line(content, examples, message, tmp_path):
     with pytest.raises(DataError, match=message):
         open_data_json(text_set(tmp_path, content, examples))
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "message"),
+    [
+        (b"a one\nb two\na three\n", "a", "text:3: key 'a' was already in line 1"),
+        (b"a one\nb \xff\n", "b", "text:2: not UTF-8"),
+    ],
+)
+def test_a_line_that_is_ambiguous_or_damaged_costs_its_key_alone(content, key, message, tmp_path):
+    data = open_data_json(text_set(tmp_path, content, "ab"))
+    (other,) = {"a", "b"} - {key}
+    assert data.sources["text"].load(other, None) in ("one", "two")
+    with pytest.raises(DataError, match=message):
+        data.sources["text"].load(key, None)
 
 
 def test_one_utterance(tmp_path):
@@ -303,8 +316,12 @@ def test_bad_recordings_cost_themselves(tmp_path):
         ("u r -1 0.2", "times -1.0 to 0.2 s are reversed, negative"),
         ("u r 0 inf", "times 0.0 to inf s are reversed, negative or endless"),
         ("u other 0 0.2", "recording 'other' is not in wav.scp"),
-        ("u r 0.1", "expected 'utterance recording start end'"),
-        ("u r a b", "expected 'utterance recording start end'"),
+        ("u r 0.1", "expected 'utterance recording start end .channel.'"),
+        ("u r a b", "expected 'utterance recording start end .channel.'"),
+        ("u r 0 1 2 3", "expected 'utterance recording start end .channel.', the channel from 0"),
+        ("u r 0 1 A", "expected 'utterance recording start end .channel.'"),
+        ("u r 0 1 -1", "the channel from 0"),
+        ("u r 0 -2", "reversed, negative or endless"),
     ],
 )
 def test_segments_that_cannot_be(tmp_path, line, message):
@@ -325,7 +342,7 @@ def test_segments_beyond_the_end_cost_themselves(tmp_path):
         and soundfile.info(scp["in"]).frames == RATE // 4
         and soundfile.info(scp["over"]).frames == RATE // 4
     )
-    assert failures == [f"out: out: 5.0 to 6.0 s lies outside of the recording {tmp_path}/r.wav"]
+    assert failures == [f"out: 5.0 to 6.0 s lies outside of the recording {tmp_path}/r.wav"]
 
 
 def test_segments_and_wav_scp_may_have_different_numbers_of_lines(tmp_path):
@@ -444,3 +461,23 @@ def test_one_missing_file_among_a_thousand_gives_999_outcomes_one_reason_and_a_n
     shutil.copy(tmp_path / "elsewhere.json", packs / "d0500.json")
     assert run(out) == 0
     assert len(json.loads((out / "dialogue" / "dialogue.json").read_text(encoding="utf-8"))) == 1000
+
+
+def test_segments_name_channels_and_the_end_of_their_recording(tmp_path):
+    """As Kaldi's extract-segments: both speakers of a call, and an end of -1."""
+    call = np.stack([np.full(2 * RATE, 0.25), np.full(2 * RATE, -0.5)]).astype(np.float32)
+    soundfile.write(tmp_path / "call.wav", call.T, RATE)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "wav.scp").write_text(f"call {tmp_path}/call.wav\n", encoding="utf-8")
+    lines = ("A call 0 1.5 0", "B call 0 1.5 1", "rest call 0.5 -1 1", "none call 0 1 2", "plain call 1 2")
+    (folder / "segments").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    written, failures, found = format_set(folder, tmp_path / "out")
+    assert written == 4 and "has no channel 2: it has 2" in failures[0]
+    sounds = {key: soundfile.read(path)[0] for key, path in found.items()}
+    assert {key: (len(wav) / RATE, float(wav.mean())) for key, wav in sounds.items()} == {
+        "A": (1.5, 0.25),
+        "B": (1.5, -0.5),
+        "rest": (1.5, -0.5),
+        "plain": (1.0, 0.25),
+    }

@@ -34,6 +34,11 @@ class SpeechTokeniser:
         self.notes: Counter[str] = Counter() if notes is None else notes
         self._offsets = np.array([span.start - layout.streams[0].start for span in layout.streams])
 
+    @property
+    def rate(self) -> int:
+        """Of the codec, in Hz."""
+        return self.codec.sample_rate
+
     def __call__(self, clips: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray | DataError]:
         """(samples [n] or [channels, n], rate) each -> [frames, S] int32, counted from the first SSL unit; or why there is none."""
         wavs = [mono_at(wav, rate, self.codec.sample_rate, self.notes) for wav, rate in clips]

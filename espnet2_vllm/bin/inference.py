@@ -26,6 +26,7 @@ from .options import (
     add,
     add_decoding_options,
     at_least,
+    check_commands_of_espnet,
     choose_device,
     engine_options,
     flag,
@@ -110,10 +111,7 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
         raise ConfigError(f"--rank {args.rank}: is counted from 1 and cannot be above --world-size {args.world_size}")
     specifiers = _specifiers(args)
     if args.backend == ESPNET:
-        if args.commands == "refuse":
-            raise ConfigError(
-                "--commands refuse: ESPnet's own decoder runs commands all the same; give another --backend"
-            )
+        check_commands_of_espnet(args)
         return _run_espnet(args, given, open_datasets(specifiers))
     config = load_decoding(args.inference_config, "bagpiper")
     options = engine_options(args)

@@ -182,6 +182,12 @@ def add_reading_options(option: Callable[..., None]) -> None:
     option("max_audio_samples", type=at_least(1), default=2**27, help=samples_help)
 
 
+def check_commands_of_espnet(args: argparse.Namespace) -> None:
+    """ConfigError if commands are to be refused in a program that has no such setting."""
+    if args.commands == "refuse":
+        raise ConfigError("--commands refuse: ESPnet's own decoder runs commands all the same; give another --backend")
+
+
 def reading_options(args: argparse.Namespace, notes: Any = None) -> Any:
     """The ``audio.Reading`` of these options; ``notes`` counts recordings of which not everything was taken."""
     from ..audio.reading import reading_of

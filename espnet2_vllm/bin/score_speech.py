@@ -6,17 +6,24 @@ A file that cannot be read, and an id of ``--keys`` that has none, is counted an
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from espnet2_vllm.bin.options import add, add_reading_options, reading_options
 from espnet2_vllm.bin.utf8 import insist_on_utf8
 from espnet2_vllm.errors import ConfigError, DataError, SpeechLMError, complain
 from espnet2_vllm.io.files import whole_file
+from espnet2_vllm.io.items import item
 from espnet2_vllm.io.keyed import read_keyed
+
+if TYPE_CHECKING:
+    from espnet2_vllm.audio import Reading
 
 RATE = 16000
 _NAMED = 20
@@ -42,14 +49,17 @@ def wavs_of(path: Path) -> dict[str, str]:
     return found
 
 
-def score(wavs: Mapping[str, str], utmos: Callable[[np.ndarray], float]) -> tuple[dict[str, float], dict[str, str]]:
+def score(
+    wavs: Mapping[str, str], utmos: Callable[[np.ndarray], float], reading: Reading | None = None
+) -> tuple[dict[str, float], dict[str, str]]:
     """UTMOS by id, and why others have none."""
     from espnet2_vllm.audio import mono_at, read_audio
 
     scores, failures = {}, {}
     for key, spec in wavs.items():
         try:
-            scores[key] = utmos(mono_at(*read_audio(spec), RATE))
+            with item():
+                scores[key] = utmos(mono_at(*read_audio(spec, reading=reading), RATE))
         except DataError as error:
             failures[key] = str(error)
     return scores, failures
@@ -60,6 +70,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wavs", type=Path, required=True, help="directory of wav files, or wav.scp")
     parser.add_argument("--keys", type=Path, help="file whose lines begin with the ids that should be there")
     parser.add_argument("--output", type=Path, help="scores as json")
+    add_reading_options(functools.partial(add, parser))
     return parser
 
 
@@ -68,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = get_parser().parse_args(argv)
     try:
         wavs = wavs_of(args.wavs)
-        scores, failures = score(wavs, load_utmos())
+        scores, failures = score(wavs, load_utmos(), reading_options(args))
         failures |= {key: "no recording" for key in (read_keyed(args.keys) if args.keys else ()) if key not in wavs}
         if args.output:
             with whole_file(args.output) as file:

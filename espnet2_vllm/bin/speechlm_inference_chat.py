@@ -22,6 +22,7 @@ from .options import (
     add,
     add_decoding_options,
     at_least,
+    check_commands_of_espnet,
     choose_device,
     engine_options,
     flag,
@@ -137,6 +138,7 @@ def run_espnet_on(module: str, parser: argparse.ArgumentParser, args: argparse.N
     from ..io.results_opuslm import DIALOGUE
     from ..reports.trees import read_turns
 
+    check_commands_of_espnet(args)
     triplet = _only_set(args.data_path_and_name_and_type)
     for name, value in (("output_dir", args.output_dir), ("data_path_and_name_and_type", triplet)):
         if not value:

@@ -7,6 +7,7 @@ copied.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import shutil
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
-from .options import add, at_least, choose_device, run_command
+from .options import add, add_reading_options, at_least, choose_device, reading_options, run_command
 from .utf8 import insist_on_utf8
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add(parser, "ssl-layer", type=at_least(0), default=18, help="which hidden states, from 0 (OpusLM releases: 18)")
     add(parser, "device", help="by default the GPU where there is one")
+    add_reading_options(functools.partial(add, parser))
     add(
         parser,
         "log-level",
@@ -72,16 +74,19 @@ def run(args: argparse.Namespace, given: frozenset[str]) -> int:
     from ..io.keyed import read_keyed, write_keyed
 
     check_another_folder(args.output_dir, args.data_dir)
-    tables = {name: read_keyed(args.data_dir / name) for name in args.name}
+    faults: dict[str, dict[str, DataError]] = {name: {} for name in args.name}
+    tables = {name: read_keyed(args.data_dir / name, faults[name]) for name in args.name}
     for name, recordings in tables.items():
         if not recordings:
             raise DataError(f"{args.data_dir / name}: no recordings")
     tokeniser = make_tokeniser(args)
+    reading = reading_options(args, tokeniser.notes)
     folder = args.output_dir / "data"
     folder.mkdir(parents=True, exist_ok=True)
     failed = False
     for name, recordings in tables.items():
-        places, failures = _write(folder / f"{Path(name).stem}_codec_ssl.ark", tokeniser, recordings)
+        places, failures = _write(folder / f"{Path(name).stem}_codec_ssl.ark", tokeniser, recordings, reading)
+        failures |= {key: str(fault) for key, fault in faults[name].items()}
         write_keyed(args.output_dir / name, places)
         for key in [*failures][:_NAMED]:
             log.error("%s: %s: %s", name, key, failures[key])
@@ -121,7 +126,9 @@ def make_tokeniser(args: argparse.Namespace) -> Any:
     return SpeechTokeniser(layout, codec, SpeechUnits(units, clusters=layout.streams[0].size, device=device))
 
 
-def _write(ark: Path, tokeniser: Any, recordings: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _write(
+    ark: Path, tokeniser: Any, recordings: dict[str, str], reading: Any
+) -> tuple[dict[str, str], dict[str, str]]:
     """Places of the tokens by key, and why others have none."""
     import kaldiio
 
@@ -129,7 +136,7 @@ def _write(ark: Path, tokeniser: Any, recordings: dict[str, str]) -> tuple[dict[
 
     places, failures = {}, {}
     with whole_file(ark, binary=True) as file:
-        for batch in _batches(recordings, failures):
+        for batch in _batches(recordings, failures, reading, tokeniser):
             found = tokeniser([clip for _, clip in batch])
             for (key, _), tokens in zip(batch, found, strict=True):
                 if isinstance(tokens, DataError):
@@ -140,13 +147,19 @@ def _write(ark: Path, tokeniser: Any, recordings: dict[str, str]) -> tuple[dict[
     return places, failures
 
 
-def _batches(recordings: dict[str, str], failures: dict[str, str]) -> Iterator[list[tuple[str, Any]]]:
-    from ..audio import read_audio
+def _batches(
+    recordings: dict[str, str], failures: dict[str, str], reading: Any, tokeniser: Any
+) -> Iterator[list[tuple[str, Any]]]:
+    """Recordings at the tokeniser's rate, so many as are encoded together."""
+    from ..audio import mono_at, read_audio
+    from ..io.items import item
 
     batch = []
     for key, spec in recordings.items():
         try:
-            batch.append((key, read_audio(spec)))
+            with item():
+                wav = mono_at(*read_audio(spec, reading=reading), tokeniser.rate, tokeniser.notes)
+            batch.append((key, (wav, tokeniser.rate)))
         except DataError as error:
             failures[key] = str(error)
         if len(batch) == _TOGETHER:

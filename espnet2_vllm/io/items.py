@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any
 
 from ..errors import DataError, SpeechLMError, shown
 
 log = logging.getLogger(__name__)
-
-Read = TypeVar("Read")
 
 
 @contextlib.contextmanager
@@ -36,7 +34,7 @@ def item(name: str = "") -> Iterator[None]:
         ) from error
 
 
-def read_item(key: str, read: Callable[[str], Read]) -> Read | tuple[str, DataError]:
+def read_item(key: str, read: Callable[[str], Any]) -> Any | tuple[str, DataError]:
     """``read(key)``, or (key, error) for an item that cannot be read."""
     try:
         with item(key):

@@ -38,6 +38,7 @@ test_sets=           # Names of directories under data/.
 test_jsons=          # data.json (bagpiper: dataset.json) files to decode; empty: those of stage 5.
 local_data_opts=     # Options for local/data.sh.
 fs=16000             # Sample rate that stage 2 writes, in Hz.
+commands=            # Where names of recordings that end in | are run: scp, allow or refuse; empty: scp.
 system_prompt=       # What the system says first in a dialogue, for stage 5.
 question=            # bagpiper, task dialogue: what the user asks about each recording; empty: the user says the transcript.
 
@@ -84,6 +85,7 @@ Options (with their defaults):
 Data
   --family ${family}         opuslm or bagpiper
   --task, --data_name, --test_sets, --local_data_opts, --fs ${fs}, --system_prompt
+  --commands              names of recordings that end in |: scp (default: run those of wav.scp), allow (of conversations too), refuse
   --question              bagpiper, task dialogue: what the user asks about each recording (audio question answering)
   --test_jsons            the files to decode, in place of those that stage 5 makes
   --ssl_checkpoint_path, --ssl_kmeans_path, --ssl_nlayer ${ssl_nlayer}   SSL model that tokenises the recordings of opuslm's tasks
@@ -148,6 +150,7 @@ readable() { [ -r "$2" ] || die 1 "--$1: no such file: $2 (working directory: ${
 [[ ${dumpdir} != *[[:space:]]* ]] || die 2 "--dumpdir '${dumpdir}': sets are listed with blanks between them, so no path of one may have any"
 one_of family "${family}" opuslm bagpiper
 one_of backend "${backend}" vllm pytorch espnet
+[ -z "${commands}" ] || one_of commands "${commands}" scp allow refuse
 [ -z "${inference_nj}" ] || positive inference_nj "${inference_nj}"
 positive nbest "${nbest}"
 positive ngpu "${ngpu}"
@@ -228,7 +231,7 @@ if ! "${skip_data_prep}"; then
                 for name in ${recordings[${dset}]}; do rm -f "${audio_dir}/${dset}/${name}"; done
                 # shellcheck disable=SC2086
                 "${python}" -m espnet2_vllm.bin.format_audio --data-dir "data/${dset}" \
-                    --output-dir "${audio_dir}/${dset}" --name ${recordings[${dset}]} --fs "${fs}" ||
+                    --output-dir "${audio_dir}/${dset}" --name ${recordings[${dset}]} --fs "${fs}" ${commands:+--commands "${commands}"} ||
                     going_on $? "${audio_dir}/${dset}" ${recordings[${dset}]}
             else
                 log "Stage 2 (format): ${task} reads no recordings: nothing to do for data/${dset}"
@@ -249,7 +252,8 @@ if ! "${skip_data_prep}"; then
                     --train-config "${speechlm_exp}/config.yaml" --model-file "${speechlm_exp}/${inference_model}" \
                     ${inference_config:+--inference-config "${inference_config}"} \
                     --ssl-config "$(dirname "${ssl_checkpoint_path}")/config.yaml" --ssl-checkpoint "${ssl_checkpoint_path}" \
-                    --ssl-kmeans "${ssl_kmeans_path}" --ssl-layer "${ssl_nlayer}" ||
+                    --ssl-kmeans "${ssl_kmeans_path}" --ssl-layer "${ssl_nlayer}" \
+                    ${commands:+--commands "${commands}"} ||
                     going_on $? "${token_dir}/${dset}" ${recordings[${dset}]}
                 source_dir=${token_dir}/${dset}
             fi
@@ -325,7 +329,7 @@ decode_opuslm() { # decode_opuslm DATA-JSON
         --output_dir "${logdir}"/output.JOB \
         ${inference_config:+--inference_config_file "${inference_config}"} \
         --data_path_and_name_and_type "${logdir}/split${jobs}/JOB/data.json,_,dataset_json" \
-        --backend "${backend}" \
+        --backend "${backend}" ${commands:+--commands "${commands}"} \
         ${inference_args} || failed=true
     if "${failed}"; then show_failed_logs "${logdir}"/speechlm_inference.*.log; fi
     for job in $(seq "${jobs}"); do outputs+=("${logdir}/output.${job}"); done
@@ -384,7 +388,7 @@ decode_bagpiper() {
         --num-workers 1 \
         --rank JOB \
         --world-size "${jobs}" \
-        --backend "${backend}" \
+        --backend "${backend}" ${commands:+--commands "${commands}"} \
         ${inference_args} || failed=true
     if "${failed}"; then show_failed_logs "${logdir}"/inference.*.log; fi
     if [[ ${inference_args} =~ .*--num[_-]workers[\ =]+([0-9]+) ]]; then workers=$((10#${BASH_REMATCH[1]})); fi

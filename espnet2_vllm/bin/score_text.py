@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from espnet2_vllm.io.files import whole_file
 from espnet2_vllm.io.json_lines import keyed_messages, read_json_values
 from espnet2_vllm.io.kaldi import locate
 from espnet2_vllm.io.keyed import read_keyed
+from espnet2_vllm.reports.collect import collect
+from espnet2_vllm.reports.page import write_report
 
 _NAMED = 20  # keys that a line names
 _BAGPIPER_AUDIO_TASKS = ("text_to_audio",)
@@ -32,11 +34,16 @@ _BAGPIPER_AUDIO_TASKS = ("text_to_audio",)
 
 @dataclass(frozen=True)
 class Set:
-    """One decoded set: where its results lie, its references, and its first hypotheses, by utterance."""
+    """One decoded set: where its results lie, its references, and its first hypotheses, by utterance.
+
+    ``ids``: of all utterances of a set of the recipe; ``prefix`` is what their results' keys begin with.
+    """
 
     results: Path
     references: Mapping[str, str]
     hypotheses: Mapping[str, str]
+    ids: Sequence[str] = ()
+    prefix: str = ""
 
 
 def load_opuslm(data_json: Path, results_root: Path) -> Set | None:
@@ -52,14 +59,15 @@ def load_opuslm(data_json: Path, results_root: Path) -> Set | None:
         path = results / "dialogue.json"
         written = {key: turns for records in _results(path) for key, turns in keyed_messages(records, path)}
         hypotheses = {uid: _answer(written.get(f"{task}_{uid}", []), "text_bpe") for uid in ids}
-        return Set(results, references, _known(hypotheses))
+        return Set(results, references, _known(hypotheses), ids, f"{task}_")
     target = entries[-1]
     if target.modality != "text_bpe" or len(entries) < 2:
         return None
     lines = read_keyed(results / target.name)
     hypotheses = {uid: lines.get(f"{task}_{uid}_sample0") for uid in ids}
     references = read_keyed(locate(str(target.path), base_dir))
-    return Set(results, {uid: references[uid] for uid in ids if uid in references}, _known(hypotheses))
+    references = {uid: references[uid] for uid in ids if uid in references}
+    return Set(results, references, _known(hypotheses), ids, f"{task}_")
 
 
 def _set_name(path: Path) -> str:
@@ -94,7 +102,7 @@ def load_bagpiper(dataset_json: Path, results_root: Path, task: str) -> Set | No
     path = results / "results.json"
     written = {key: turns for records in _results(path) for key, turns in keyed_messages(records, path)}
     hypotheses = {uid: _last(written.get(uid, []), "text") for uid in ids}
-    return Set(results, references, _known(hypotheses))
+    return Set(results, references, _known(hypotheses), ids)
 
 
 def _bagpiper_references(path: Path, description: Mapping[str, Any], ids: Sequence[str]) -> dict[str, str]:
@@ -139,32 +147,55 @@ def load_files(references: Path, hypotheses: Path, task: str | None) -> Set:
 
 
 def score(scored: Set) -> dict:
-    """Error rates over all references that are not empty. Raises ConfigError if jiwer is not installed, DataError."""
+    """Error rates over all references; what is said where a reference is empty counts as inserted.
+
+    Raises ConfigError if jiwer is not installed, DataError.
+    """
     try:
         import jiwer
     except ImportError as error:
         raise ConfigError(
             "jiwer is not installed; tools/setup.sh or pip install 'espnet2_vllm[score]' installs it"
         ) from error
-    references = {key: text for key, text in scored.references.items() if text.strip()}
-    if not references:
+    references = scored.references
+    spoken = [key for key, text in references.items() if text.strip()]
+    if not spoken:
         raise DataError(f"{scored.results}: no reference has words; there is nothing to compare with")
-    truth = [references[key] for key in references]
-    decoded = [scored.hypotheses.get(key, "") for key in references]
+    truth = [references[key] for key in spoken]
+    decoded = [scored.hypotheses.get(key, "") for key in spoken]
+    # jiwer takes no empty reference.
+    silent = [scored.hypotheses.get(key, "").split() for key in references if key not in set(spoken)]
     words, characters = jiwer.process_words(truth, decoded), jiwer.process_characters(truth, decoded)
     return {
         "utterances": len(references),
         "without_result": sorted(key for key in references if key not in scored.hypotheses),
         "without_reference": sorted(key for key in scored.hypotheses if key not in references),
-        "wer": words.wer,
-        "cer": characters.cer,
+        "wer": _rate(words, sum(map(len, silent))),
+        "cer": _rate(characters, sum(len(" ".join(said)) for said in silent)),
         "words": {
             "hits": words.hits,
             "substitutions": words.substitutions,
             "deletions": words.deletions,
-            "insertions": words.insertions,
+            "insertions": words.insertions + sum(map(len, silent)),
         },
     }
+
+
+def _rate(found: Any, inserted: int) -> float:
+    """Errors for each word (or character) of the references. ``inserted``: more, where references are empty."""
+    length = found.hits + found.substitutions + found.deletions
+    return (found.substitutions + found.deletions + found.insertions + inserted) / length
+
+
+def update_report(scored: Set, scores: Mapping[str, Any]) -> Path | None:
+    """Puts error rates and references into the report that merging has made; None where there is none."""
+    if not scored.ids or not (scored.results / "report.json").is_file():
+        return None
+    title = str(read_json(scored.results / "report.json").get("title") or scored.results.name)
+    found = collect([scored.results], title, [scored.prefix + uid for uid in scored.ids])
+    made = found.each_once({scored.prefix + uid for uid in scored.ids if uid not in scored.hypotheses})
+    references = {scored.prefix + uid: text for uid, text in scored.references.items()}
+    return write_report(replace(made, scores=scores, references=references), scored.results)
 
 
 def _answer(turns: Sequence[Sequence], *modalities: str) -> str | None:
@@ -235,12 +266,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         scores = score(scored)
         with whole_file(scored.results / "score.json") as file:
             json.dump(scores, file, indent=4, ensure_ascii=False)
+        page = update_report(scored, scores)
     except (SpeechLMError, OSError) as error:
         return complain("score_text", error)
     print(
         f"{scored.results}: WER {100 * scores['wer']:.2f} %, CER {100 * scores['cer']:.2f} % over {scores['utterances']} "
         f"utterances, {len(scores['without_result'])} of them without a result"
     )
+    if page is not None:
+        print(f"report: {page}")
     for side in ("without_result", "without_reference"):
         if scores[side]:
             shown = ", ".join(scores[side][:_NAMED]) + (" ..." if len(scores[side]) > _NAMED else "")

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -40,10 +40,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """A decoded set, of one or several jobs."""
+    """A decoded set, of one or several jobs.
+
+    Attributes:
+        scores: what ``score_text`` found; empty if the set was not scored.
+        references: by key.
+    """
 
     title: str
     jobs: tuple[Job, ...]
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    references: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def records(self) -> list[tuple[Job, Record]]:
@@ -96,6 +103,7 @@ class Report:
             ),
             "versions": next((run["versions"] for run in runs), versions()),
             "commands": [run["command"] for run in runs],
+            **{name: self.scores[name] for name in ("wer", "cer") if name in self.scores},
             "failures": {record.key: f"{record.outcome}: {record.reason}" for record in self.failures},
         }
 
@@ -103,9 +111,12 @@ class Report:
         """Names and values, as people read them."""
         facts = self.facts()
         counts = ", ".join(f"{count} {name}" for name, count in facts["outcomes"].items())
+        rates = {"wer": "word error rate", "cer": "character error rate"}
+        scored = f" % over {self.scores.get('utterances')} references"
         rows = [
             ("utterances", str(facts["utterances"])),
             ("outcomes", counts or "none"),
+            *((text, f"{100 * facts[name]:.2f}{scored}") for name, text in rates.items() if name in facts),
             ("audio", f"{facts['audio_seconds']:.1f} s"),
             ("decoding time", f"{facts['seconds']:.1f} s" + (f", {facts['jobs']} jobs" if facts["jobs"] > 1 else "")),
             ("real time factor", "-" if facts["real_time_factor"] is None else f"{facts['real_time_factor']:.4f}"),

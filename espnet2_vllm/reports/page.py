@@ -119,9 +119,11 @@ def _samples(report: Report, folder: Path) -> str:
             f'<audio controls preload="none" src="{escape(_url(job, file, folder))}"></audio>' for file in _wavs(record)
         )
         text = f'<div class="text">{escape(" / ".join(filter(None, [record.prompt, *_texts(record)])))}</div>'
-        rows.append((escape(record.key), escape(record.outcome), players or "-", text))
+        reference = (escape(report.references.get(record.key, "-")),) if report.references else ()
+        rows.append((escape(record.key), escape(record.outcome), players or "-", text, *reference))
     title = f"<h2>Samples ({len(rows)} of {len(spoken or texts)})</h2>\n"
-    return title + _table(rows, "samples", ("key", "outcome", "audio", "given and generated text"))
+    head = ("key", "outcome", "audio", "given and generated text", *(["reference"] if report.references else []))
+    return title + _table(rows, "samples", head)
 
 
 def _url(job: Job, file: str, folder: Path) -> str:

@@ -197,3 +197,39 @@ def test_utmos_that_is_not_there_is_said(tmp_path):
     if importlib.util.find_spec("versa") is None:
         done = score_sh("--wav", tmp_path)
         assert done.returncode == 2 and "UTMOS needs the VERSA toolkit" in done.stderr
+
+
+def test_an_empty_reference_is_a_reference(tmp_path, capsys):
+    """What is said where nothing should be counts as inserted, and a result that was lost is noticed."""
+    (tmp_path / "ref").write_text("a one two three\nb\nc\nd four\n", encoding="utf-8")
+    (tmp_path / "hyp").write_text("a one two three\nb five six\nd four\n", encoding="utf-8")
+    assert score_text.main(["--ref", str(tmp_path / "ref"), "--hyp", str(tmp_path / "hyp")]) == 1
+    scores = json.loads((tmp_path / "score.json").read_text(encoding="utf-8"))
+    assert scores["wer"] == pytest.approx(2 / 4) and scores["cer"] == pytest.approx(8 / 17)
+    assert scores["words"] == {"hits": 4, "substitutions": 0, "deletions": 0, "insertions": 2}
+    assert scores["utterances"] == 4 and scores["without_result"] == ["c"] and scores["without_reference"] == []
+    assert "1 without result: c" in capsys.readouterr().err
+    (tmp_path / "ref").write_text("b\n", encoding="utf-8")
+    assert score_text.main(["--ref", str(tmp_path / "ref"), "--hyp", str(tmp_path / "hyp")]) == 1
+
+
+def test_the_report_of_all_jobs_says_error_rates_and_references(dialogue_set, capsys):
+    from espnet2_vllm.io.journal import Journal, Record
+    from espnet2_vllm.reports.collect import Report
+    from espnet2_vllm.reports.page import write_report
+
+    path, results = dialogue_set("bagpiper", "dialogue")
+    answers = {"a": "one two", "b": "four five"}
+    write(results / "results.json", {key: [["assistant", "text", text]] for key, text in answers.items()})
+    for rank, (key, text) in enumerate(answers.items()):
+        journal = Journal(results / f"inference_rank{rank}", {})
+        journal.append(Record(key, "ok", rows=2, result=[["text", text, ""]], prompt="what was asked"))
+        journal.close()
+    write_report(Report("test", ()), results)
+    assert run(path, results, "--family", "bagpiper", "--task", "dialogue") == 0
+    assert f"report: {results}/report.html" in capsys.readouterr().out
+    facts = json.loads((results / "report.json").read_text(encoding="utf-8"))
+    assert facts["jobs"] == 2 and facts["utterances"] == 2 and facts["wer"] == pytest.approx(1 / 5)
+    page = (results / "report.html").read_text(encoding="utf-8")
+    assert "word error rate" in page and "20.00 % over 2 references" in page
+    assert "<th>reference</th>" in page and "one two three" in page

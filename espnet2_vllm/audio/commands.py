@@ -53,12 +53,13 @@ def output_of(command: str, cwd: str | os.PathLike | None, *, seconds: float, me
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     said = stderr.decode("utf-8", errors="replace").strip() or "(nothing)"
-    if process.returncode != 0 or not output.tell():
-        output.close()
-        what = f"failed with exit status {process.returncode}" if process.returncode else "gave no output"
-        raise DataError(f"command {what}: {command}\nits last words: {said}")
-    output.seek(0)
-    return output
+    if process.returncode == 0 and output.tell():
+        output.seek(0)
+        return output
+    output.close()
+    if process.returncode:
+        raise DataError(f"command failed with exit status {process.returncode}: {command}\nits last words: {said}")
+    raise DataError(f"command gave no output: {command}\nits last words: {said}")
 
 
 def _gather(

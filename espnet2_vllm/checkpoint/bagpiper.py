@@ -70,7 +70,8 @@ def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
     codec, stream_sizes = _CODECS[description.kind](description, source.base_dir)
     layout = _layout(arguments, text_size, stream_sizes, vocab_order, where)
     continuous = _continuous(source, ios[_CONTINUOUS], backbone.hidden_size) if _CONTINUOUS in ios else None
-    dtype_key = "dtype" if "dtype" in conf else "torch_dtype"
+    dtype_key = "torch_dtype" if "torch_dtype" in conf and "dtype" not in conf else "dtype"
+    dtype = "auto" if conf.get(dtype_key) is None else conf[dtype_key]  # the default of transformers 5
     return Description(
         source=source,
         layout=layout,
@@ -78,8 +79,9 @@ def describe(source: Source, *, vocab_order: str = "yaml") -> Description:
         backbone=backbone,
         backbone_dir=directory,
         tokenizer_dir=tokenizer,
-        body_dtype=check_dtype(conf.get(dtype_key), f"model.model_conf.{dtype_key}", where, backbone),
-        body_dtype_key=f"model.model_conf.{dtype_key}",
+        body_dtype=check_dtype(dtype, f"model.model_conf.{dtype_key}", where, backbone),
+        body_dtype_key=f"model.model_conf.{dtype_key}"
+        + ("" if dtype_key in conf else ", by default the backbone's own"),
         stream_rows_spare=False,
         tied=conf.get("tie_word_embeddings", False),
         preprocessor=_preprocessor(arguments, ios, where),

@@ -185,6 +185,23 @@ def test_keys_of_training_are_taken_and_those_that_could_change_the_model_are_no
         convert(folder, tmp_path / "again")
 
 
+@pytest.mark.parametrize("stated", [None, "float32", "auto"])
+def test_the_body_has_the_dtype_that_espnet_makes_it_in(stated, tmp_path, monkeypatch):
+    """And so its weights are rounded as they are loaded; without a word in the yaml it is that of the backbone's files."""
+    folder = copy_of("bagpiper", tmp_path, "qwen3-s8-cb64")
+    path = folder / "backbone/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"dtype": "bfloat16"}), "utf-8")
+    conf = {"attn_implementation": "sdpa"} | ({} if stated is None else {"dtype": stated})
+    rewrite(folder, lambda arguments: arguments["model"].update(model_conf=conf))
+    convert(folder, tmp_path / "converted")
+    (shard,) = (tmp_path / "converted").glob("model-*.safetensors")
+    _, model = model_of(folder, monkeypatch)
+    theirs = model.state_dict()
+    for name, tensor in load_file(shard).items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    assert model.model.norm.weight.dtype == (torch.float32 if stated == "float32" else torch.bfloat16)
+
+
 def test_a_body_of_experts_is_refused_by_name(tmp_path):
     folder = copy_of("bagpiper", tmp_path, "qwen3-s8-cb64")
     path = folder / "backbone/config.json"
@@ -213,7 +230,7 @@ def assert_same_directory(one, other):
     ]
     assert files[0] == files[1]
     for file in files[0]:
-        if file.name != "speechlm.json":
+        if file.name not in ("speechlm.json", "digests.json"):  # which hold the source, and times
             assert (one / file).read_bytes() == (other / file).read_bytes(), file
     first, second = (json.loads((folder / "speechlm.json").read_text("utf-8")) for folder in (one, other))
     assert {key for key in first if first[key] != second[key]} <= {"source"}

@@ -5,19 +5,20 @@ set -euo pipefail
 
 usage() {
     cat <<END
-Usage: tools/score.sh [--ref TEXT --hyp FILE [--task TASK]] [--wav DIRECTORY-OR-SCP [--keys FILE]] [--python python3]
+Usage: tools/score.sh [--ref TEXT --hyp FILE [--task TASK]] [--wav DIRECTORY-OR-SCP [--keys FILE] [--asr MODEL]] [--python python3]
   --ref   references, a line each: id words
   --hyp   results: the same (merged text of ESPnet's recipe), results.json or dialogue.json
   --task  what stands in front of the ids of the results, as in codec_ssl_asr
   --wav   generated speech: a directory of wav files, or wav.scp; --keys: a file whose lines begin with the ids wanted
+  --asr   with --wav and --ref: a recogniser of transformers (folder or tag of the hub), for word error rates of the speech
 END
 }
 
-python=python3 ref="" hyp="" task="" wav="" keys=""
+python=python3 ref="" hyp="" task="" wav="" keys="" asr=""
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) usage; exit 0 ;;
-        --ref | --hyp | --task | --wav | --keys | --python)
+        --ref | --hyp | --task | --wav | --keys | --asr | --python)
             [ $# -ge 2 ] || { echo "score.sh: $1 needs a value" 1>&2; exit 2; }
             printf -v "${1#--}" '%s' "$2"
             shift 2
@@ -30,10 +31,10 @@ if [ -z "${ref}${hyp}${wav}" ]; then
     exit 2
 fi
 code=0
-if [ -n "${ref}${hyp}" ]; then
+if [ -n "${hyp}" ] || { [ -n "${ref}" ] && [ -z "${asr}" ]; }; then
     "${python}" -m espnet2_vllm.bin.score_text ${ref:+--ref "${ref}"} ${hyp:+--hyp "${hyp}"} ${task:+--task "${task}"} || code=$?
 fi
 if [ -n "${wav}" ]; then
-    "${python}" -m espnet2_vllm.bin.score_speech --wavs "${wav}" ${keys:+--keys "${keys}"} || code=$((code > $? ? code : $?))
+    "${python}" -m espnet2_vllm.bin.score_speech --wavs "${wav}" ${keys:+--keys "${keys}"} ${asr:+--asr "${asr}" --ref "${ref}"} || code=$((code > $? ? code : $?))
 fi
 exit "${code}"

@@ -11,6 +11,7 @@ import pytest
 import soundfile
 
 from espnet2_vllm.bin import prepare_data, score_speech, score_text
+from espnet2_vllm.errors import ConfigError
 
 pytest.importorskip("jiwer")
 
@@ -233,3 +234,41 @@ def test_the_report_of_all_jobs_says_error_rates_and_references(dialogue_set, ca
     page = (results / "report.html").read_text(encoding="utf-8")
     assert "word error rate" in page and "20.00 % over 2 references" in page
     assert "<th>reference</th>" in page and "one two three" in page
+
+
+def test_speech_is_scored_by_a_recogniser_of_transformers(tmp_path, capsys, monkeypatch):
+    heard = {100: "one two", 200: "three"}
+    monkeypatch.setattr(score_speech, "load_recogniser", lambda model: lambda wav: heard[len(wav) // 100 * 100])
+    (tmp_path / "wavs").mkdir()
+    for name, length in (("codec_ssl_plain_tts_a_sample0", 100), ("b_segment1", 200)):
+        soundfile.write(tmp_path / "wavs" / f"{name}.wav", np.full(length, 0.1), 16000)
+    (tmp_path / "ref").write_text("a one two\nb three four\n", encoding="utf-8")
+    words = ["--wavs", str(tmp_path / "wavs"), "--asr", "m", "--output", str(tmp_path / "o.json")]
+    assert score_speech.main(words) == 2
+    assert score_speech.main([*words, "--ref", str(tmp_path / "ref")]) == 0
+    scores = json.loads((tmp_path / "o.json").read_text(encoding="utf-8"))
+    assert scores["wer"] == pytest.approx(1 / 4) and scores["texts"] == {"a": "one two", "b": "three"}
+    assert "WER 25.00 %" in capsys.readouterr().out
+
+
+def test_a_recogniser_is_a_model_of_transformers(tmp_path):
+    """A wav2vec 2.0 of one layer, with random weights: what it hears is of no interest."""
+    from transformers import Wav2Vec2Config, Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2ForCTC
+
+    letters = {letter: place for place, letter in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", "a"])}
+    write(tmp_path / "vocab.json", letters)
+    sizes = {"conv_dim": (8, 8), "conv_kernel": (10, 8), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
+    config = Wav2Vec2Config(
+        vocab_size=len(letters), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, pad_token_id=0, **sizes,
+    )  # fmt: skip
+    for part in (
+        Wav2Vec2ForCTC(config),
+        Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json")),
+        Wav2Vec2FeatureExtractor(sampling_rate=16000),
+    ):
+        part.save_pretrained(tmp_path / "model")
+    text = score_speech.load_recogniser(str(tmp_path / "model"))(np.zeros(16000, np.float32))
+    assert isinstance(text, str)
+    with pytest.raises(ConfigError, match="has no recogniser there"):
+        score_speech.load_recogniser(str(tmp_path / "nothing"))

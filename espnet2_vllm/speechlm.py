@@ -101,8 +101,9 @@ class SpeechLM(Assistant):
         self.decoding, self.units, self.clean_up_text = decoding, units, clean_up_text
         self.codec_share, self.codec_tf32 = Share.parse(str(codec_share)), codec_tf32
         self.notes: Counter[str] = Counter()
-        self.reading = reading_of(commands, channel="first", max_audio_samples=max_audio_samples, notes=self.notes)
         self.listening = listening_of(checkpoint, long_audio)
+        notes = self.notes if self.listening is None else self.listening.notes
+        self.reading = reading_of(commands, channel="first", max_audio_samples=max_audio_samples, notes=notes)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._thread: EngineThread | None = None

@@ -231,3 +231,33 @@ def test_the_installed_versions_are_the_pinned_ones():
     found = distributions(path=sorted(places))
     installed = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version.split("+")[0] for d in found}
     assert {name: installed[name] for name in pins if name in installed and installed[name] != pins[name]} == {}
+
+
+# -- the installed package ---------------------------------------------------------------------------------------------
+IMPORT = """
+import site, sys
+site.addsitedir(sys.argv[1])  # as Python does with an environment's own
+sys.path.append(sys.argv[2])  # what the package needs
+import espnet2_vllm
+from espnet2_vllm import SpeechLM
+print(espnet2_vllm.__file__)
+"""
+
+
+def test_it_can_be_imported_beside_its_clone(tmp_path):
+    """A folder of its name in the working directory is a namespace package to Python, unless a path brings a real one."""
+    clone = tmp_path / "espnet2_vllm"
+    clone.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(REPO / name, clone)
+    shutil.copytree(REPO / "espnet2_vllm", clone / "espnet2_vllm", ignore=shutil.ignore_patterns("__pycache__"))
+    (line,) = [line for line in SETUP.read_text(encoding="utf-8").splitlines() if '--editable "${repo}"' in line]
+    words = line.replace('"${repo}"', str(clone)).split()
+    assert words.pop(0) == "pip_install"
+    places = ["--ignore-installed", "--prefix", str(tmp_path / "prefix"), "--quiet", "--disable-pip-version-check"]
+    installed = shell(sys.executable, "-m", "pip", "install", *places, *words, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    (site,) = (tmp_path / "prefix").rglob("site-packages")
+    code = ("-S", "-c", IMPORT, str(site), sysconfig.get_path("purelib"))
+    done = shell(sys.executable, *code, cwd=tmp_path, PYTHONPATH="")
+    assert done.stdout.strip() == str(clone / "espnet2_vllm" / "__init__.py"), done.stderr

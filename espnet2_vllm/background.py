@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Self
+
+from .errors import EngineError
 
 
 class Background:
@@ -15,7 +18,22 @@ class Background:
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
         self._closing = False
+        self._name, self._process = name, os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_here(self) -> bool:
+        """False in a process that was forked from the one that made it: threads, and what is on a GPU, do not come along."""
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """EngineError where waiting for the thread would last for ever."""
+        if not self.is_here:
+            raise EngineError(
+                f"the {self._name} was started in process {self._process}, and this is process {os.getpid()}, forked from it, "
+                "where nothing would ever answer: load the model in the process that uses it (behind the fork, or "
+                "with multiprocessing's start method 'spawn')"
+            )
 
     def _run(self) -> None:
         raise NotImplementedError

@@ -272,6 +272,11 @@ class SpeechLM(Assistant):
     def close(self) -> None:
         """Ends what is in flight, and frees engine, codec and encoder; a later call makes them anew."""
         with self._lock:
+            if (
+                self._thread is not None and not self._thread.is_here
+            ):  # forked: they are the other process's, who goes on with them
+                self._thread = self._engine = None
+                self.__dict__.pop("speech", None)
             if self._thread is not None:
                 self._thread.close()
                 self._engine.close()

@@ -107,8 +107,10 @@ class EngineThread(Background):
             stream_of: the ``RowRequest.stream`` of a request; None leaves it to its end.
 
         Raises:
-            EngineError: if the thread was closed, or the engine has failed as a whole.
+            EngineError: if the thread was closed, or the engine has failed as a whole; or in a process that was forked
+                from the one with the thread.
         """
+        self.check_process()
         task = Task(driver, stream_of, on_rows, on_done)
         with self._changed:
             if self._broken is not None:

@@ -61,8 +61,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     engine_class = _engine_class(name, options)
     known = {p.name for p in inspect.signature(engine_class).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if name == "vllm":
+        from ..engine.options import check_given
         from .vllm import settable_options
 
+        check_given(options)
         known |= settable_options()
     for option in options:
         _check_choice(f"option of the {name} backend", option, tuple(sorted(known - {"dtype"})))

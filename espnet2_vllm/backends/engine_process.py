@@ -6,6 +6,7 @@ FD is this end of a pipe. The process ends when it is told to, or when the other
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from ..checkpoint import open_checkpoint
 from ..engine.core import rules_from
 from ..errors import SpeechLMError
 from ..logs import LOG_FORMAT
+from ..orphans import end_with
 from ..plan import RowRequest
 from .base import Engine, Outcome
 from .parallel import Results, Start, receive, send
@@ -27,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     descriptor, name = argv
     # Ctrl-C reaches all processes of a terminal; what it means for this one is decided at the other end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(os.getppid())
     with Connection(int(descriptor)) as connection:
         try:
             start = Start(*receive(connection))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +15,8 @@ from typing import Any
 
 _PATCHED = threading.Lock()
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+SOCKETS = "VLLM_RPC_BASE_PATH"
+_MOST_FOLDER_BYTES = 107 - 45  # Linux takes 107 for a socket's name, of which vLLM's own part has up to 45
 _MAIN = ("init_main_from_name", "init_main_from_path")
 
 
@@ -23,6 +28,18 @@ def choose_spawn() -> None:
     """
     if not in_ray_actor():
         os.environ.setdefault(METHOD, "spawn")
+
+
+def keep_socket_names_short() -> None:
+    """Sockets between vLLM's processes lie in the folder for temporary files, whose name may leave no room for theirs.
+
+    Batch systems set long ones; the engine would end in a ZMQError. A folder of this process's own below /tmp then takes them.
+    """
+    if SOCKETS in os.environ or len(os.fsencode(tempfile.gettempdir())) <= _MOST_FOLDER_BYTES:
+        return
+    folder = tempfile.mkdtemp(prefix="espnet2_vllm.", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[SOCKETS] = folder
 
 
 def in_ray_actor() -> bool:

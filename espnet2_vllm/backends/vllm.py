@@ -16,17 +16,18 @@ from ..engine.attention import set_attention
 from ..engine.compat import check_options, engine_version, let_modules_be_scanned, watch_engine_process
 from ..engine.continuous import to_parts
 from ..engine.core import EXTRA_ARGS
+from ..engine.options import check_given
 from ..engine.plugin import register_classes
 from ..engine.quantized import MEANINGS, vllm_options
 from ..engine.rendezvous import stay_on_this_machine
 from ..engine.symbols import check_symbols
 from ..engine.tap import TAP
-from ..errors import AbortError, ConfigError, EngineError
+from ..errors import AbortError, ConfigError, EngineError, SpeechLMError
 from ..plan import RowRequest, RowResult
 from ..protocol import BagpiperRules
 from ..protocol.bagpiper import MAX_ENFORCED
 from .base import Outcome, check_fits
-from .spawning import choose_spawn, main_left_out
+from .spawning import choose_spawn, keep_socket_names_short, main_left_out
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -58,6 +59,13 @@ def settable_options() -> set[str]:
     from vllm.engine.arg_utils import EngineArgs
 
     return {part.name for part in fields(EngineArgs)} - {*_FIXED} | {*MEANINGS}
+
+
+def _said(error: Exception) -> str:
+    """vLLM's own words; with the class, where there are few of them or they are no message."""
+    text = str(error).strip()
+    plain = isinstance(error, (RuntimeError, ValueError)) or type(error) is Exception
+    return text if plain and text else f"{type(error).__name__}: {text or 'without a word'}"
 
 
 @dataclass
@@ -126,11 +134,11 @@ class VllmEngine:
             with main_left_out(*options.values()):
                 self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=quiet)
         except Exception as error:
-            # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which. Of a rank in a process of its
-            # own they come without a class.
-            if not isinstance(error, (RuntimeError, ValueError)) and type(error) is not Exception:
+            # Out of memory, a cache too small for one sequence, ...: vLLM's own words say which, and it says some by assertions.
+            if isinstance(error, SpeechLMError):
                 raise
-            raise EngineError(f"vLLM did not start with the engine options {options}: {error}") from error
+            what = _said(error)
+            raise EngineError(f"vLLM did not start with the engine options {options}: {what}") from error
         watch_engine_process(self._engine.engine_core)
         self.max_rows = config.model_config.max_model_len
         self._seats = config.scheduler_config.max_num_seqs
@@ -146,6 +154,7 @@ class VllmEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
 
+        check_given(options)
         cpu = current_platform.is_cpu()
         options = vllm_options(options, checkpoint.path, cpu=cpu)
         ranks = options.get("tensor_parallel_size", 1)
@@ -173,8 +182,10 @@ class VllmEngine:
             defaults["max_cudagraph_capture_size"] = options["max_num_seqs"]  # where vLLM stops at 512
         try:
             config = EngineArgs(**fixed, **{**defaults, **options}).create_engine_config()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"vLLM refused the engine options {options}: {error}") from error
+        except SpeechLMError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it refuses by assertions and by whatever a wrong value runs into
+            raise ConfigError(f"vLLM refused the engine options {options}: {_said(error)}") from error
         check_options(config, cpu=cpu)
         check_symbols(self.version, cpu=cpu, v2=config.use_v2_model_runner)
         if not cpu:
@@ -187,6 +198,7 @@ class VllmEngine:
         if cpu or self.keep_logits:
             # A second process costs a start of its own and gains nothing on a CPU; logits do not travel.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        keep_socket_names_short()
         if cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if ranks != 1:
@@ -293,13 +305,13 @@ class VllmEngine:
         Raises:
             EngineError: if the engine is dead: its process is gone, or a step failed (out of memory, a lost device, ...).
         """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         if self._dead:
             raise EngineError("the engine is dead; make another one")
         try:
             return call(*args)
-        except (EngineDeadError, RuntimeError) as error:
+        except ValueError as error:
+            raise EngineError(f"vLLM refused: {error}") from error
+        except Exception as error:  # noqa: BLE001 - EngineDeadError, RuntimeError; in this process whatever its loop raises
             self._dead = True
             raise EngineError(
                 f"the engine died with {len(self._requests)} requests under way, which have no result: "

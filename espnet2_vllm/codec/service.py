@@ -123,8 +123,9 @@ class CodecService(Background):
     def submit(self, codes: np.ndarray) -> Future:
         """Codes [T, C] of a finished clip; the future gives [T * hop] float32, or raises CodecError or DataError.
 
-        Waits while ``waiting`` clips are under way.
+        Waits while ``waiting`` clips are under way. EngineError in a process that was forked from the one with the codec.
         """
+        self.check_process()
         self._room.acquire()
         clip = _Clip(np.asarray(codes))
         clip.future.add_done_callback(lambda _: self._done())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from ..logs import in_process_of_vllm
+import multiprocessing
 
+from ..logs import in_process_of_vllm
+from ..orphans import end_with
+
+_OF_VLLM = ("EngineCore", "VllmWorker", "Worker")  # beginnings of the names of its processes
 ARCHITECTURES = ("SpeechLMQwen3ForCausalLM", "SpeechLMLlamaForCausalLM", "SpeechLMOlmo2ForCausalLM")
 
 
@@ -15,6 +19,9 @@ def register() -> None:
     from .compat import let_modules_be_scanned
 
     in_process_of_vllm()
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.current_process().name.startswith(_OF_VLLM):
+        end_with(parent.pid)  # an engine or a rank in a process of its own, which is there for its parent alone
     let_modules_be_scanned()
     register_own()
     known = ModelRegistry.get_supported_archs()

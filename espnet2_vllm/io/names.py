@@ -10,6 +10,8 @@ MOST_NAME_BYTES = 255  # of one file name on every common file system
 # What ends a line for a reader of Kaldi files: universal newlines (\n, \r) and the Unicode separators that many tools split at.
 # Other control characters stay, as in ESPnet's own files (recorded trees hold NUL, vertical tab and group separator).
 _LINE_BREAKS = re.compile("[\n\r\x85\u2028\u2029]")
+_CUT = re.compile("~[0-9a-f]{16}$")
+_MOST_CHARACTER_BYTES = 4  # a cut in the middle of a character leaves a shorter name
 _UNSAFE = re.compile("[/\\x00-\\x1f\\x7f\ud800-\udfff]|%(?=[0-9A-Fa-f]{2})")
 
 
@@ -18,13 +20,16 @@ def safe_file_name(name: str, suffix: str = "") -> str:
 
     Ordinary ids come back as they are. ``/``, control characters, lone surrogates, and a ``%`` that looks like an escape are
     percent-encoded (UTF-8), so that ``urllib.parse.unquote`` gives the id back and two ids never share a file; so are all dots
-    of ``.`` and ``..``. What is longer than 255 bytes is cut and ends in ``~`` and 16 hex digits of its BLAKE2b digest.
+    of ``.`` and ``..``. What is longer than 255 bytes is cut and ends in ``~`` and 16 hex digits of its BLAKE2b digest; so does an
+    id that looks like a cut one itself.
     """
     safe = _UNSAFE.sub(_percent, name)
     if safe + suffix in ("", ".", ".."):
         safe = safe.replace(".", "%2E") or "%"
     room = MOST_NAME_BYTES - len(suffix.encode())
-    if len(safe.encode()) <= room:
+    size = len(safe.encode())
+    looks_cut = size > room - _MOST_CHARACTER_BYTES and _CUT.search(safe)
+    if size <= room and not looks_cut:
         return safe + suffix
     mark = "~" + hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return safe.encode()[: room - len(mark)].decode("utf-8", "ignore") + mark + suffix

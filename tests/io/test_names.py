@@ -51,6 +51,19 @@ def test_long_ids_are_cut_and_stay_apart(letter):
     assert safe_file_name(fits, ".wav") == fits + ".wav"
 
 
+@pytest.mark.parametrize("letter", ["L", "\u00e9", "\u97f3", "\U0001f600", "/"])
+@pytest.mark.parametrize("suffix", ["", ".wav", "_segment12.wav", ".flac"])
+def test_an_id_that_is_anothers_cut_name_has_a_name_of_its_own(letter, suffix):
+    names = [letter * 300]
+    for _ in range(4):
+        safe = safe_file_name(names[-1], suffix)
+        names.append(safe.removesuffix(suffix))
+    assert len({safe_file_name(name, suffix) for name in names}) == len(names)
+    assert all(len(safe_file_name(name, suffix).encode()) <= MOST_NAME_BYTES for name in names)
+    short = "a~0123456789abcdef"
+    assert safe_file_name(short, suffix) == short + suffix
+
+
 def test_only_line_breaks_are_escaped():
     assert one_line("a\r\nb\u2028c\x85d\u2029") == ("a\\r\\nb\\u2028c\\x85d\\u2029", 5)
     assert one_line("a\tb\x00\x0b\x0c\x1c\x1d\x1e") == ("a\tb\x00\x0b\x0c\x1c\x1d\x1e", 0)

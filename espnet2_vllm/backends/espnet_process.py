@@ -77,8 +77,12 @@ def _taking_older_checkpoints(job: type) -> type:
     return Job
 
 
-def main() -> None:
-    """ESPnet's ``main`` with that worker. Its processes are forked: where nothing holds a GPU they need not import all again."""
+def main(processes: Any = None) -> None:
+    """ESPnet's ``main`` with that worker. Its processes are forked: where nothing holds a GPU they need not import all again.
+
+    Args:
+        processes: in place of ``torch.multiprocessing``.
+    """
     from espnet2.speechlm.bin import inference
 
     work, is_available = on_cpu(inference), torch.cuda.is_available
@@ -88,7 +92,7 @@ def main() -> None:
         work(*arguments)
 
     inference.inference_worker = start
-    inference.mp = torch.multiprocessing.get_context("fork")
+    inference.mp = processes or torch.multiprocessing.get_context("fork")
     inference.mp.set_start_method = lambda method, force: None
     torch.cuda.is_available = lambda: True  # what ESPnet refuses to start without
     inference.main()

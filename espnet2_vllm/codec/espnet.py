@@ -17,6 +17,7 @@ import torch
 from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.locate import locate_directory, locate_file
 from espnet2_vllm.codec.modules import for_inference
+from espnet2_vllm.codec.packed import unpacked
 from espnet2_vllm.codec.seanet import GrowingRecurrentFeatures, SplitDecoder, push_together
 from espnet2_vllm.codec.torch_codec import GrowingFeatures, TorchCodec, check_wav
 from espnet2_vllm.errors import CheckpointError, shown
@@ -136,7 +137,7 @@ def find_files(
         if description.checkpoint_path is None:
             raise CheckpointError(f"codec {config} comes without weights: checkpoint_path is not given")
         return config, locate_file(description.checkpoint_path, base_dir=base_dir, what="codec checkpoint_path")
-    package = locate_directory(
+    package = unpacked(description.path, base_dir) or locate_directory(
         description.path, base_dir=base_dir, what="ESPnet codec", other_caches=model_zoo_caches()
     )
     return _package_files(package, weights_needed=weights_needed)

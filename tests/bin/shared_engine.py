@@ -5,6 +5,7 @@ nothing else in the process can use them.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -45,15 +46,30 @@ def shared_engine():
 
 def run_apart(commands: list[list[str]], cwd: os.PathLike) -> None:
     """Runs command lines of ``speechlm_inference_chat`` in one new process, which all must exit with 0."""
+    _run("speechlm_inference_chat", [(str(cwd), command) for command in commands])
+
+
+def run_bagpiper_apart(runs: list[tuple[str, list[str]]]) -> None:
+    """Runs command lines of ``inference``, each in its folder, in one new process, which all must exit with 0."""
+    _run("inference", runs)
+
+
+def _run(module: str, runs: list[tuple[str, list[str]]]) -> None:
     from commands import environment
 
-    command = [sys.executable, __file__, json.dumps(commands)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment())
+    command = [sys.executable, __file__, module, json.dumps(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-if __name__ == "__main__":
-    from espnet2_vllm.bin.speechlm_inference_chat import main
-
+def main(module: str, runs: list[tuple[str, list[str]]]) -> int:
+    run, codes = importlib.import_module(f"espnet2_vllm.bin.{module}").main, []
     with shared_engine():
-        sys.exit(max(main(command) for command in json.loads(sys.argv[1])))
+        for cwd, words in runs:
+            with contextlib.chdir(cwd):
+                codes.append(run(words))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))

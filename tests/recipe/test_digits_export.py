@@ -1,16 +1,20 @@
 """egs/digits: an exported checkpoint opens, and gives the logits that it was trained with."""
 
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from espnet2_vllm.backends.network import Network
 from espnet2_vllm.backends.pytorch import Branch
 from espnet2_vllm.checkpoint import ensure_converted
+from espnet2_vllm.errors import CheckpointError
 from espnet2_vllm.protocol import AUDIO, TEXT
 
 REPO = Path(__file__).parents[2]
@@ -81,3 +85,38 @@ def test_exported_checkpoint_gives_the_logits_of_training(family, tokenizer, tmp
             ours = net._primary_logits(hidden[place : place + 1], phase)[0]
             assert torch.allclose(ours, logits.primary[getattr(net, f"ids_{phase}")], atol=1e-4)
         assert torch.allclose(net._auxiliary_logits(hidden[place : place + 1])[0], logits.auxiliary, atol=1e-4)
+
+
+LOAD = """
+import torch, yaml
+from espnet2.speechlm.bin.inference import load_checkpoint
+from espnet2.speechlm.model import _all_job_types
+config = yaml.safe_load(open("train.yaml"))
+job = _all_job_types[config["job_type"]](config)
+model = load_checkpoint(job.build_model(), "mp_rank_00_model_states.pt")
+job.build_preprocessor()
+assert torch.equal(model.vocab_weight, job.vocab_meta["vocab_weight"])
+print({name: [list(pair) for pair in pairs] for name, pairs in job.vocab_meta["vocab_intervals"].items()})
+"""
+
+
+def test_what_training_writes_is_what_espnet_loads(tokenizer, tmp_path):
+    """Strictly, from its folder, where only what ESPnet takes of a disk is named; with the record of its vocabulary."""
+    from lm_export import export_bagpiper
+    from lm_model import Net, backbone_config
+    from train_speechlm import build_layout
+
+    shutil.copytree(CODEC, tmp_path / "codec")
+    layout, _ = build_layout("bagpiper", tokenizer, {"text_size": 300}, tmp_path / "codec")
+    config, out = backbone_config("bagpiper", 300, SIZE), tmp_path / "bagpiper"
+    export_bagpiper(Net(layout, config, half=False), config, tokenizer, tmp_path / "codec", out, 0.1)
+    shutil.rmtree(tmp_path / "codec")
+    here = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", LOAD], cwd=out, env=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    written = yaml.safe_load((out / "train.yaml").read_text(encoding="utf-8"))
+    assert done.stdout.splitlines()[-1] == str(written["vocab_intervals"])
+    assert ensure_converted(out).layout == layout
+    (out / "codec.zip").write_bytes((out / "codec.zip").read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"cannot unpack the codec .*codec\.zip"):
+        ensure_converted(out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from codec_of import codec_files
 from lm_model import Net
 from transformers import PretrainedConfig
 
+from espnet2_vllm.backends.espnet_files import no_weights
+from espnet2_vllm.layout import Layout
+
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / "bagpiper"
 RELEASE_FILES = (
     "release.json",
@@ -25,6 +29,7 @@ RELEASE_FILES = (
     "inference_audio.yaml",
 )  # turns and settings, whatever was trained
 CODEC = "../codec"  # from a checkpoint's folder
+PACKED_CODEC = "codec.zip"  # in it
 SSL_NAME = "log-mel k-means of this recipe (local/logmel_units.py), in place of XEUS"
 
 _SPECIALS = {
@@ -82,28 +87,72 @@ def export_bagpiper(
     net: Net, config: PretrainedConfig, tokenizer: Path, codec: Path, out: Path, dropout: float
 ) -> None:
     write_backbone(out / "backbone", config, tokenizer)
-    _, weights = codec_files(codec)
+    # ESPnet starts from the weights of that folder, all of which the checkpoint then replaces.
+    no_weights(out / "backbone")
     tensors = {f"model.{name}": tensor for name, tensor in net.model.state_dict().items()}
     tensors["model.embed_tokens.weight"] = net.emb.weight
     tensors["lm_head.weight"] = net.lm_head.weight
     tensors["stream_emb.weight"] = net.stream_emb.weight
-    for name, tensor in torch.load(weights, map_location="cpu", weights_only=True).items():
-        if not name.startswith("codec.discriminator."):
-            tensors[f"multimodal_io_dict.discrete_audio.codec_model.{name}"] = tensor
+    write_bagpiper(tensors, net.layout, codec, out, dropout)
+
+
+def write_bagpiper(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Path, out: Path, dropout: float) -> None:
+    """What ESPnet's trainer writes: every tensor of its model, the codec's too, and the training yaml with its vocabulary."""
+    arguments = _bagpiper_yaml(layout, dropout)
+    tensors = {**tensors, "vocab_weight": loss_weights(arguments)}
+    for name, tensor in whole_codec(codec).items():
+        tensors[f"multimodal_io_dict.discrete_audio.codec_model.{name}"] = tensor
     _save({"module": rounded(tensors)}, out / "mp_rank_00_model_states.pt")
-    _write_yaml(out / "train.yaml", _bagpiper_yaml(net.layout.num_streams, dropout))
-    for name in RELEASE_FILES:
-        (out / name).write_bytes((SHIPPED / name).read_bytes())
+    pack_codec(codec, out / PACKED_CODEC)
+    _write_yaml(out / "train.yaml", arguments)
 
 
-def _bagpiper_yaml(streams: int, dropout: float) -> dict[str, Any]:
+def loss_weights(arguments: Mapping[str, Any]) -> torch.Tensor:
+    """[V] weight of each id in ESPnet's loss: that of its stream for audio, else 1."""
+    intervals = arguments["vocab_intervals"]
+    weights = torch.ones(intervals["discrete_audio"][-1][1])
+    of_streams = arguments["multimodal_io"]["discrete_audio"]["stream_weights"]
+    for (start, stop), weight in zip(intervals["discrete_audio"], of_streams, strict=True):
+        weights[start:stop] = weight
+    return weights
+
+
+def whole_codec(folder: Path) -> dict[str, torch.Tensor]:
+    """The codec's state: its weights, and the discriminator that ESPnet builds with it, random if it has none."""
+    from espnet2.bin.gan_codec_inference import AudioCoding
+
+    config, weights = codec_files(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = AudioCoding(train_config=config, model_file=None, device="cpu").model.state_dict()
+    state.update(torch.load(weights, map_location="cpu", weights_only=True))
+    return state
+
+
+def pack_codec(folder: Path, out: Path) -> None:
+    """The codec as ESPnet's model zoo packs one, which is what ESPnet takes for a codec that lies on a disk."""
+    config, weights = codec_files(folder)
+    about = {"files": {"model_file": weights.name}, "yaml_files": {"train_config": config.name}}
+    half = out.with_suffix(".part")
+    with zipfile.ZipFile(half, "w") as archive:
+        for name, content in (
+            ("meta.yaml", yaml.safe_dump(about).encode("utf-8")),
+            (config.name, config.read_bytes()),
+            (weights.name, weights.read_bytes()),
+        ):
+            archive.writestr(zipfile.ZipInfo(name), content)  # of no time: the same files make the same bytes
+    half.replace(out)
+
+
+def _bagpiper_yaml(layout: Layout, dropout: float) -> dict[str, Any]:
+    streams = layout.num_streams
     return {
         "job_type": "speechlm",
         "multimodal_io": {
             "text": {"tokenizer_name": "backbone"},
             "discrete_audio": {
                 "codec_choice": "ESPnet",
-                "codec_hf_model_tag": CODEC,
+                "codec_hf_model_tag": PACKED_CODEC,
                 "codec_max_token_per_frame": streams,
                 "ssl_choice": None,
                 "ssl_hf_model_tag": None,
@@ -122,6 +171,12 @@ def _bagpiper_yaml(streams: int, dropout: float) -> dict[str, Any]:
             "audio_output": "discrete_audio",
             "loss_region": "assistant",
             "audio_cfg": dropout,
+        },
+        "data_loading": {"batchfy_method": "bucket", "batch_size": 2048, "num_workers": 0},
+        "vocab_intervals": {
+            "special_token": [[0, _NUM_SPECIALS]],
+            "text": [list(layout.text)],
+            "discrete_audio": [list(span) for span in layout.streams],
         },
     }
 

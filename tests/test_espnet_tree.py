@@ -93,14 +93,14 @@ def test_without_any_espnet_that_is_what_is_said(tmp_path):
     assert said.endswith(f"and ESPnet is not installed in {sys.prefix}; run tools/setup.sh")
 
 
-@pytest.mark.parametrize(("version", "package"), [(None, "omniio"), ("202511", "g2p_en")])
+@pytest.mark.parametrize(("version", "package"), [(None, "omniio"), ("202511", "h5py")])
 def test_a_real_tree_before_the_installed_one(tmp_path, version, package):
     """Recipes put their root first. What today's tree needs an environment of 202511 lacks, and the other way round."""
     real = espnet_tree(version)
     said, trees = imported(tmp_path, "espnet2.bin.gan_codec_inference", missing=package, before=[real])
     assert f"imports the Python package '{package}', which is not installed in {sys.prefix}" in said
-    assert f"pip install {package.replace('_', '-')}, or take {real.resolve()} out of PYTHONPATH" in said
-    assert trees[0] == f"ESPnet {real.resolve().name.removeprefix('espnet-')} of {real.resolve()}" and len(trees) == 2
+    assert f"pip install {package}, or take {real.resolve()} out of PYTHONPATH" in said
+    assert trees[0].endswith(f" of {real.resolve()}") and len(trees) == 2
 
 
 def test_codecs_work_with_a_tree_before_the_installed_one(tmp_path):

@@ -189,7 +189,7 @@ def test_segments_cut_recordings(recordings, tmp_path):
     "segments, message",
     [
         ("u1 r1 0.2 0.1\n", "reversed, negative"),
-        ("u1 r1 0.2\n", "expected 'utterance recording start end'"),
+        ("u1 r1 0.2\n", "expected 'utterance recording start end [channel]'"),
         ("u1 r9 0 1\n", "'r9' is not in wav.scp"),
         ("u1 r1 5 6\nu2 r1 0 0.1\n", "u1: 5.0 to 6.0 s lies outside"),
     ],

@@ -45,3 +45,17 @@ def converted_here(tmp_path_factory):
 @pytest.fixture(scope="session")
 def repo() -> pathlib.Path:
     return REPO
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """What a test says may hold half of a surrogate pair, which cannot be sent from one process of the tests to another."""
+    report = yield
+    report.sections = [(name, _encodable(text)) for name, text in report.sections]
+    if report.longrepr is not None and _encodable(str(report.longrepr)) != str(report.longrepr):
+        report.longrepr = _encodable(str(report.longrepr))
+    return report
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ConfigError, printable
-from .io.files import open_own
+from .io.files import open_own, own_folder
 
 OWN = "espnet2_vllm"
 LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
@@ -77,7 +77,10 @@ def quiet_engine(path: Path | None = None) -> bool:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     file = path or cache / "espnet2_vllm" / LIBRARIES
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if path is None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            own_folder(file.parent)
         with open_own(file, "ab") as stream:
             if path is None and stream.tell() > _MOST_BYTES:
                 stream.truncate(0)

@@ -17,8 +17,9 @@ from espnet2_vllm.codec.base import CodecDescription
 from espnet2_vllm.codec.espnet import find_files
 from espnet2_vllm.decoding import load_decoding
 from espnet2_vllm.errors import MOST_CHARACTERS, CheckpointError, ConfigError, DataError, SpeechLMError, shown
+from espnet2_vllm.io.journal import Journal, Record
 from espnet2_vllm.io.specifiers import read_registry
-from espnet2_vllm.logs import OneLineFormatter
+from espnet2_vllm.logs import OneLineFormatter, quiet_engine
 from espnet2_vllm.safe_yaml import parse_yaml
 
 BOMB = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
@@ -59,6 +60,45 @@ def test_an_ark_that_is_a_link_is_not_written_through(tmp_path):
     with pytest.raises(ConfigError, match="wav.ark: is a symbolic link"):
         append_to_ark(tmp_path / "wav.ark", "a", np.zeros(100, dtype=np.float32), 16000, AudioFormat("wav.ark", "16"))
     assert precious.read_text() == "a thesis"
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["target", "no target"])
+@pytest.mark.parametrize("name", ["", "journal.jsonl", "tokens.i32"])
+@pytest.mark.parametrize("resumed", [True, False], ids=["resumed", "fresh"])
+def test_a_journal_that_is_a_link_is_not_written_through(tmp_path, monkeypatch, name, there, resumed):
+    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH", raising=False)
+    monkeypatch.setattr("espnet2_vllm.logs._USERS_CHOICE", ())
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    link, target = out / ".journal" / name, elsewhere / "precious"
+    out.mkdir()
+    elsewhere.mkdir()
+    if resumed:
+        journal = Journal(out, {})
+        journal.append(Record("a", "ok", tokens=(journal.save_tokens(np.arange(5)),)))
+        journal.close()
+    if not name:
+        target = elsewhere / "folder"
+        shutil.move(link, target) if resumed else target.mkdir()
+        if not there:
+            shutil.rmtree(target)
+    else:
+        link.parent.mkdir(exist_ok=True)
+        if there:
+            shutil.move(link, target) if resumed else target.write_text("a thesis")
+        link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    before = {path: path.is_file() and path.read_bytes() for path in elsewhere.rglob("*")}
+    try:
+        quiet_engine(out / ".journal" / "libraries.log")
+        journal = Journal(out, {}, resume=resumed)
+        journal.append(Record("b", "ok", tokens=(journal.save_tokens(np.arange(7)),)))
+        journal.close()
+    except ConfigError as error:
+        assert "is a symbolic link" in str(error) and "remove the link" in str(error)
+        assert link.is_symlink()
+    else:  # set aside or replaced, itself
+        assert name and not link.is_symlink() and not resumed
+    assert {path: path.is_file() and path.read_bytes() for path in elsewhere.rglob("*")} == before
 
 
 # -- yaml that multiplies ---------------------------------------------------------------------------------------------

@@ -33,10 +33,27 @@ def open_own(path: str | os.PathLike, mode: str) -> IO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ConfigError(
-            f"{path}: is a symbolic link to {os.readlink(path)!r}, which is not written to; expected a file of this "
-            "package's own; remove the link"
-        ) from error
+        raise _is_link(path, "file") from error
+
+
+def own_folder(path: Path) -> Path:
+    """A folder that this program keeps, made if it is missing; as ``open_own``, never what a link points to.
+
+    Raises:
+        ConfigError: if ``path`` is a symbolic link.
+        OSError: where the file system refuses.
+    """
+    if path.is_symlink():
+        raise _is_link(path, "folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _is_link(path: str | os.PathLike, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: is a symbolic link to {os.readlink(path)!r}, which is not written to; expected a {kind} of this "
+        "package's own; remove the link"
+    )
 
 
 @contextlib.contextmanager

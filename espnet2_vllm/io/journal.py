@@ -29,7 +29,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..plan import FAILED, OUTCOMES, Given, Utterance
-from .files import whole_file
+from .files import open_own, own_folder, whole_file
 from .locks import Lock, is_held
 from .scores import FOLDER as SCORES
 from .sealing import Part, damage, digest_of, sealed, unsealed
@@ -153,14 +153,13 @@ class Journal:
         resume: whether to look at an earlier journal at all.
 
     Raises:
-        ConfigError: if another process writes to the directory.
+        ConfigError: if another process writes to the directory, or what would be written to is a symbolic link.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], *, resume: bool = True) -> None:
         self.directory = directory
         self.records: dict[str, Record] = {}
-        folder = directory / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = own_folder(directory / FOLDER)
         self.path, self._tokens_path = folder / "journal.jsonl", folder / "tokens.i32"
         self._lock = Lock(folder, directory)
         try:
@@ -188,8 +187,8 @@ class Journal:
         return aside
 
     def _open(self) -> None:
-        self._file = open(self.path, "ab")  # noqa: SIM115
-        self._tokens = open(self._tokens_path, "ab")  # noqa: SIM115
+        self._file = open_own(self.path, "ab")
+        self._tokens = open_own(self._tokens_path, "ab")
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def finished(self, key: str, input_digest: str) -> bool:
@@ -252,7 +251,7 @@ class Journal:
     # -- opening ------------------------------------------------------------------------------------------------------
     def _start(self, settings: Mapping[str, Any]) -> bool:
         """Whether there was an earlier journal."""
-        aside = self.path.exists()
+        aside = self.path.exists()  # a link is moved, not what it points to
         if aside:
             old = self.path.with_name("journal.old.jsonl")
             os.replace(self.path, old)
@@ -262,7 +261,8 @@ class Journal:
             for name in ("run.json", "report.json", "report.html"):
                 self.path.with_name(name).unlink(missing_ok=True)
         self._tokens_path.unlink(missing_ok=True)
-        self.path.write_bytes(sealed({"journal": FORMAT, "settings": settings}))
+        with open_own(self.path, "wb") as file:
+            file.write(sealed({"journal": FORMAT, "settings": settings}))
         return aside
 
     def _load(self, settings: Mapping[str, Any]) -> bool:

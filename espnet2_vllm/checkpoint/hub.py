@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codec.locate import locate_directory
+from ..codec.packed import find_archive
 from ..errors import CheckpointError, ReleaseFileError
 from .describe import MODEL_FILES, tokenizer_files
 from .sources import DESCRIPTION_FILE, read_yaml
@@ -97,6 +98,8 @@ def _value(arguments: Any, key: str) -> Any:
 
 
 def _is_here(part: Part, base_dir: Path) -> bool:
+    if find_archive(part.tag, base_dir) is not None:
+        return True
     try:
         folder = locate_directory(part.tag, base_dir=base_dir, what=part.key, include=part.patterns)
     except CheckpointError:

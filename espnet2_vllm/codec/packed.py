@@ -15,23 +15,25 @@ from espnet2_vllm.errors import CheckpointError
 _SUFFIXES = (".zip", ".tar", ".tgz", ".tar.gz", ".tbz2", ".tar.bz2", ".txz", ".tar.xz")
 
 
-def unpacked(name: str, base_dir: Path | None) -> Path | None:
-    """A folder with what the archive ``name`` holds, which goes with the process; None if ``name`` is no archive that is there.
+def find_archive(name: str, base_dir: Path | None) -> Path | None:
+    """The archive ``name``, from ``base_dir`` first, then from the working directory; None if there is none of that name."""
+    if not name.endswith(_SUFFIXES):
+        return None
+    places = [Path(name)] if base_dir is None else [base_dir / name, Path(name)]
+    return next((place for place in places if place.is_file()), None)
 
-    Args:
-        base_dir: where a relative name counts from first, before the working directory.
+
+def unpacked(name: str, base_dir: Path | None) -> Path | None:
+    """A folder with what ``find_archive`` finds, which goes with the process; None if it finds nothing.
 
     Raises:
         CheckpointError: for an archive that cannot be read.
     """
-    if not name.endswith(_SUFFIXES):
+    archive = find_archive(name, base_dir)
+    if archive is None:
         return None
-    places = [Path(name)] if base_dir is None else [base_dir / name, Path(name)]
-    for place in places:
-        if place.is_file():
-            state = place.stat()
-            return Path(_unpack(place.resolve(), state.st_mtime_ns, state.st_size).name)
-    return None
+    state = archive.stat()
+    return Path(_unpack(archive.resolve(), state.st_mtime_ns, state.st_size).name)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from ..prompt.opuslm import Content, Facts, Tokenizer, Turn, opuslm_sequence, op
 from ..prompt.tasks import AUDIO_MODALITIES, TEXT_MODALITIES, Entry, Task, find_task
 from .items import read_item
 from .json_lines import distinct_ids, read_json
-from .kaldi import Table, load_codes, locate, read_table
+from .kaldi import Table, load_codes, locate, locate_data, read_table
 
 # In a part that ``split_data`` wrote: the folder from which relative paths count, which is that of the whole set.
 SPLIT_FROM = "split_from"
@@ -100,7 +100,7 @@ class DialogueSource(Source):
         name = self.table.value(uid)
         if name not in self.packs:
             try:
-                self.packs[name] = read_json(locate(name, self.base_dir))
+                self.packs[name] = read_json(locate_data(name, self.base_dir))
             except DataError as error:
                 self.packs[name] = error
         pack = self.packs[name]

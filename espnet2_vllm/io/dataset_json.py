@@ -96,7 +96,7 @@ def _open_reader(
     if kind == "dialogue":
         return DialogueReader.open(path)
     if kind == "lhotse_audio":
-        return LhotseReader.open(path, base_dir)
+        return LhotseReader.open(path, base_dir, allow_url=allow_url)
     if kind in OMNIIO_READERS:
         return OMNIIO_READERS[kind](open_table(path, allow_url=allow_url), base_dir)
     known = ("text", "kaldi_audio", "lhotse_audio", "dialogue", *OMNIIO_READERS)
@@ -139,7 +139,7 @@ def open_dataset(specifier: Specifier, *, allow_url: bool = False) -> Dataset:
     Paths are looked up from the working directory, as ESPnet does, then from the folder of the ``dataset.json``.
 
     Args:
-        allow_url: whether what an omniio table names by an http(s) address is fetched.
+        allow_url: whether what a manifest or an omniio table names by an http(s) address is fetched.
 
     Raises:
         DataError: naming the file, for one that is missing or damaged, no samples, an entry that the task needs and that is

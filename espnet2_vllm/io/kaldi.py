@@ -79,6 +79,14 @@ def locate(name: str, base_dir: Path) -> Path:
     raise DataError(f"{name}: no such file; looked at {looked}")
 
 
+def locate_data(name: str, base_dir: Path) -> Path:
+    """As ``locate``, for what data name: a plain file, since a pipe or a device would be waited for without end."""
+    path = locate(name, base_dir)
+    if not path.is_file():
+        raise DataError(f"{name}: is no plain file, but a folder, pipe or device")
+    return path
+
+
 def load_codes(spec: str, base_dir: Path) -> np.ndarray:
     """Whole numbers that ``spec`` (``file.ark:offset`` or a file) names, found by ``locate``: [n] or [rows, columns] int32.
 
@@ -93,7 +101,7 @@ def load_codes(spec: str, base_dir: Path) -> np.ndarray:
         raise DataError(f"{spec}: codes are read from files, not from commands; copy them into an ark")
     whole, ranges = _split_ranges(spec)
     name, offset = split_place(whole)
-    path, offset = locate(name, base_dir), offset or 0
+    path, offset = locate_data(name, base_dir), offset or 0
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, shown
 from ..prompt.bagpiper import Clip, read_recording
 from .json_lines import iterate_json_lines
+from .omniio import ADDRESSES
 
 if TYPE_CHECKING:
     from ..audio.reading import Reading
@@ -22,19 +24,23 @@ MANIFESTS = ("cuts.jsonl.gz", "recordings.jsonl.gz")
 
 @dataclass(frozen=True)
 class LhotseReader:
-    """Items of a manifest by id, as they stand in it; their audio is read when it is asked for."""
+    """Items of a manifest by id, as they stand in it; their audio is read when it is asked for.
+
+    ``allow_url``: whether addresses are fetched.
+    """
 
     path: Path
     items: Mapping[str, Mapping[str, Any] | DataError]
     base_dir: Path
+    allow_url: bool = False
 
     @classmethod
-    def open(cls, directory: Path, base_dir: Path) -> LhotseReader:
+    def open(cls, directory: Path, base_dir: Path, *, allow_url: bool = False) -> LhotseReader:
         """DataError for a folder without a manifest, and for a manifest that cannot be read on."""
         path = next((directory / name for name in MANIFESTS if (directory / name).is_file()), None)
         if path is None:
             raise DataError(f"{directory}: has neither {' nor '.join(MANIFESTS)}")
-        return cls(path, {uid: item for _, uid, item in iterate_json_lines(path, "id")}, base_dir)
+        return cls(path, {uid: item for _, uid, item in iterate_json_lines(path, "id")}, base_dir, allow_url)
 
     def load(self, uid: str, reading: Reading | None = None) -> Clip:
         from ..audio.reading import Reading
@@ -47,7 +53,7 @@ class LhotseReader:
         source = _plain_file(item)
         try:
             if source is None:
-                return _load_with_lhotse(_with_output_of_commands(item, self.base_dir, reading), reading)
+                return _load_with_lhotse(self._checked(item, reading), reading)
             if source.rstrip().endswith("|"):
                 raise DataError(f"{source[:80]}: the manifest calls it a file; a command is of type command")
             wav, rate = read_recording(source, self.base_dir, reading)
@@ -56,6 +62,33 @@ class LhotseReader:
         except DataError as error:
             raise DataError(f"{uid} of {self.path}: {error}") from error
         return wav, rate
+
+    def _checked(self, item: Any, reading: Reading) -> Any:
+        """The item with what its commands write in their places: none runs without limits, or where none may; so with addresses.
+
+        Raises:
+            DataError: for a source that is not allowed, or whose like Lhotse would run or wait for whatever its type says.
+        """
+        if isinstance(item, list):
+            return [self._checked(one, reading) for one in item]
+        if not isinstance(item, Mapping):
+            return item
+        kind, source = item.get("type"), item.get("source")
+        if kind in ("command", "url", "file") and "source" in item:
+            if not isinstance(source, str):
+                raise DataError(f"the source of a {kind} is {shown(source)}, expected a text")
+            if kind == "command":
+                from ..audio.reading import output_of_command
+
+                with output_of_command(source, self.base_dir, reading) as file:
+                    return {**item, "type": "memory", "source": file.read()}
+            if kind == "url" and not source.startswith(ADDRESSES):  # Lhotse runs "pipe:..."
+                raise DataError(f"{shown(source)} is no address; expected {' or '.join(ADDRESSES)}...")
+            if kind == "url" and not self.allow_url:
+                raise DataError(f"{shown(source)} is an address, which is fetched only with --allow-url")
+            if kind == "file" and os.path.exists(source) and not os.path.isfile(source):
+                raise DataError(f"{shown(source)} is no plain file, but a folder, pipe or device")
+        return {key: self._checked(value, reading) for key, value in item.items()}
 
 
 def _plain_file(item: Mapping[str, Any]) -> str | None:
@@ -73,20 +106,6 @@ def _plain_file(item: Mapping[str, Any]) -> str | None:
         and not item.get("transforms")
     )
     return source if plain else None
-
-
-def _with_output_of_commands(item: Any, base_dir: Path, reading: Reading) -> Any:
-    """The item with what its commands write in their places, so that none runs without limits, or where none may run."""
-    if isinstance(item, list):
-        return [_with_output_of_commands(one, base_dir, reading) for one in item]
-    if not isinstance(item, Mapping):
-        return item
-    if item.get("type") == "command" and isinstance(item.get("source"), str):
-        from ..audio.reading import output_of_command
-
-        with output_of_command(item["source"], base_dir, reading) as file:
-            return {**item, "type": "memory", "source": file.read()}
-    return {key: _with_output_of_commands(value, base_dir, reading) for key, value in item.items()}
 
 
 def _load_with_lhotse(item: Mapping[str, Any], reading: Reading) -> Clip:

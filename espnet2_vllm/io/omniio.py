@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError, DataError, shown
-from .kaldi import locate
+from .kaldi import locate_data
 
 if TYPE_CHECKING:
     from ..audio.reading import Reading
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _NEEDED = ("utt_id", "path", "start_byte_offset", "file_size_bytes")
 _TIMES = ("start_time", "end_time")
 _MOST_TEXT = 2**26  # bytes
-_ADDRESSES = ("http://", "https://")
+ADDRESSES = ("http://", "https://")
 
 
 class Place(NamedTuple):
@@ -67,13 +67,13 @@ class OmniioTable:
             raise DataError(f"{where}: {error}") from error
 
     def _bytes(self, place: Place, base_dir: Path) -> bytes:
-        if place.path.lower().startswith(_ADDRESSES):
+        if place.path.lower().startswith(ADDRESSES):
             from .fetching import fetch_range
 
             if not self.allow_url:
                 raise DataError(f"{place.path!r} is an address, which is fetched only with --allow-url")
             return fetch_range(place.path, place.start, place.size)
-        path = locate(place.path, base_dir)
+        path = locate_data(place.path, base_dir)
         with path.open("rb") as file:
             left = max(0, file.seek(0, os.SEEK_END) - place.start)
             file.seek(min(place.start, file.tell()))

@@ -106,6 +106,29 @@ def test_commands_of_a_manifest_have_limits_and_can_be_refused(recording, tmp_pa
         reader.load("u", Reading(command_seconds=0.5))
 
 
+@pytest.mark.parametrize(
+    "kind, source, message",
+    [
+        ("url", "pipe:touch {0}/ran; cat {1}", "is no address"),
+        ("url", "-", "is no address"),
+        ("url", "http://127.0.0.1:9/x.wav", "only with --allow-url"),
+        ("command", ["touch {0}/ran; cat {1}"], "expected a text"),
+        ("file", "{0}/pipe", "is no plain file"),
+    ],
+)
+def test_what_lhotse_would_run_fetch_or_wait_for_in_a_manifest_is_refused(recording, tmp_path, kind, source, message):
+    pytest.importorskip("lhotse")
+    os.mkfifo(tmp_path / "pipe")
+    texts = [text.format(tmp_path, recording) for text in ([source] if isinstance(source, str) else source)]
+    found = {"type": kind, "channels": [0], "source": texts[0] if isinstance(source, str) else texts}
+    reader = manifest(tmp_path / "m", found)
+    # With something to be done to it, so that Lhotse itself would read the file too.
+    reader.items["u"]["transforms"] = [{"name": "Speed", "kwargs": {"factor": 1.0}}]
+    with pytest.raises(DataError, match=message):
+        reader.load("u", Reading("refuse"))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_path_object_is_never_a_command(recording):
     with pytest.raises(DataError, match="a path that ends in . would be taken for a command"):
         checked_messages([["user", "audio", pathlib.Path("cat x |")]])

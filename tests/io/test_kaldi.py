@@ -1,5 +1,7 @@
 """Tables, paths and arks, sound and damaged."""
 
+import os
+import random
 import struct
 
 import kaldiio
@@ -7,7 +9,9 @@ import numpy as np
 import pytest
 
 from espnet2_vllm.errors import DataError
-from espnet2_vllm.io.kaldi import load_codes, locate, read_table
+from espnet2_vllm.io.data_json import DialogueSource
+from espnet2_vllm.io.kaldi import Table, load_codes, locate, read_table
+from espnet2_vllm.io.omniio import OmniioTable, Place
 
 
 def test_tables_say_which_line_is_wrong(tmp_path):
@@ -146,3 +150,16 @@ def test_rows_that_an_ark_does_not_have_are_refused(tmp_path, spec):
     kaldiio.save_ark(str(tmp_path / "c.ark"), {"a": np.zeros((20, 9), np.float32)})
     with pytest.raises(DataError, match=r"c\.ark:2\["):
         load_codes(f"c.ark:2{spec}", tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.ark")
+    for name in ("pipe.ark:3", "pipe.ark", "/dev/zero"):
+        with pytest.raises(DataError, match="is no plain file"):
+            load_codes(name, tmp_path)
+    table = OmniioTable(tmp_path / "metadata.parquet", {"a": Place("pipe.ark", 0, 5, None, None)})
+    with pytest.raises(DataError, match="a of .*metadata.parquet: pipe.ark: is no plain file"):
+        table.read("a", tmp_path)
+    pack = DialogueSource(Table(tmp_path / "index", {"a": "pipe.ark"}), tmp_path)
+    with pytest.raises(DataError, match="is no plain file"):
+        pack.load("a", random.Random(0))

@@ -279,7 +279,7 @@ def run_command(
     args.command = f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}"
     log.info("command: %s", args.command)
     try:
-        with _heeding_sigterm():
+        with _heeding_signals():
             return run(args, given)
     except SpeechLMError as error:
         log.error("%s", error)
@@ -304,21 +304,32 @@ class TerminatedError(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _heeding_sigterm() -> Iterator[None]:
-    """Within the block a SIGTERM ends the work in order, and a second one the process at once."""
+def _heeding_signals() -> Iterator[None]:
+    """Within the block SIGINT or SIGTERM ends the work in order, and the same one again the process at once.
+
+    A launcher sends both of them where it was interrupted itself; the first says what it was.
+    """
+    came: list[int] = []
 
     def end(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise TerminatedError
+        came.append(number)
+        if len(came) == 1:
+            raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
+        if came.count(number) > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    before = signal.signal(signal.SIGTERM, end)
+    # A shell's background jobs do not listen to SIGINT, and neither does what they start.
+    heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def choose_device(wanted: str | None, *, gpu: bool) -> str:

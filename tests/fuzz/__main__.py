@@ -40,7 +40,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--small", action="store_true", help="small requests (default for V2 on a CPU, which is slow)")
     made.add_argument("--models", nargs="+", metavar="NAME", help="of tests/fuzz/models.py (default: all)")
     made.add_argument("--shrink", type=float, default=120, metavar="SECONDS", help="for making a failing world smaller")
-    made.add_argument("--ledger", type=pathlib.Path, default=ledger.LEDGER, metavar="FILE", help="what runs add up in")
+    made.add_argument(
+        "--ledger",
+        type=pathlib.Path,
+        default=ledger.LOCAL,
+        metavar="FILE",
+        help="what runs add up in, beside tests/fuzz/ledger.jsonl (default: .fuzz/ledger.jsonl)",
+    )
     made.add_argument("--no-ledger", action="store_true", help="leave the ledger as it is")
     made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return made
@@ -61,7 +67,7 @@ def main() -> int:
 
         return hostile.main(args.first, args.hostile)
     if args.count:
-        print(ledger.table(ledger.read(args.ledger)))
+        print(ledger.table(ledger.known(args.ledger)))
         return 0
     args.runner = args.runner or ("v2" if args.device == "cuda" else "v1")
     if args.device == "cuda" and args.runner == "v1":
@@ -90,7 +96,7 @@ def _campaign(args: argparse.Namespace) -> int:
     groups = model_groups(args.models, args.runner, args.device)
     deadline = time.monotonic() + 60 * (args.minutes or 10) if not (args.seeds or args.worlds) else float("inf")
     deck = WORLDS_A_DECK["small" if args.small else "usual"]
-    first = ledger.next_seed(ledger.read(args.ledger), args.runner, args.device, args.small, deck)
+    first = ledger.next_seed(ledger.known(args.ledger), args.runner, args.device, args.small, deck)
     last = float("inf") if args.worlds is None else first + args.worlds - 1
     if args.seeds:
         first, last = args.seeds

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LEDGER = pathlib.Path(__file__).with_name("ledger.jsonl")
+# Where runs are noted unless another file is named: none of git's, which playing would change.
+LOCAL = pathlib.Path(__file__).resolve().parents[2] / ".fuzz" / "ledger.jsonl"
 COUNTED = ("worlds", "requests", "aborted", "guided", "preempted", "rows")
 
 
@@ -32,7 +34,13 @@ def read(path: pathlib.Path = LEDGER) -> list[dict[str, Any]]:
     return runs
 
 
-def append(run: Mapping[str, Any], path: pathlib.Path = LEDGER) -> None:
+def known(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Runs of the repository's ledger and of ``path``."""
+    return read() + (read(path) if path != LEDGER else [])
+
+
+def append(run: Mapping[str, Any], path: pathlib.Path = LOCAL) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
 

@@ -5,9 +5,11 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+from conftest import REPO
 from recipe_shell import TEMPLATE, environment, shell
 
 RUN = TEMPLATE / "utils" / "run.py"
@@ -143,6 +145,34 @@ def process_state(pid):
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if fields[0] in "ZX" else fields[0]
+
+
+def test_what_ended_a_job_is_in_its_log(tmp_path):
+    """A launcher that was interrupted says so to its jobs, although a SIGTERM follows for what ignores SIGINT."""
+    code = """
+import time
+from espnet2_vllm.bin.options import _heeding_signals, TerminatedError
+try:
+    with _heeding_signals():
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt as error:
+    time.sleep(0.5)
+    print(type(error).__name__, flush=True)
+"""
+    (tmp_path / "job.py").write_text(code, encoding="utf-8")
+    log = tmp_path / "log"
+    launcher = subprocess.Popen(
+        [str(word) for word in (RUN, log, sys.executable, tmp_path / "job.py")],
+        cwd=REPO,
+        env=environment(PYTHONPATH=str(REPO)),
+    )
+    while not log.exists() or "ready" not in log.read_text(encoding="utf-8"):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait() == 130
+    assert "KeyboardInterrupt" in log.read_text(encoding="utf-8").splitlines()
 
 
 def test_a_job_that_ignores_the_signal_is_killed_by_the_second_one(tmp_path):

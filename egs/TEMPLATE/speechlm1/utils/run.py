@@ -157,13 +157,19 @@ class Launcher:
             self.running.discard(process)
         return code if code >= 0 else 128 - code
 
-    def stop(self):
+    def stop(self, number):
+        """Ends the jobs: by SIGTERM, after SIGINT where that came, so that logs say what ended them; the second time by SIGKILL.
+
+        What a shell put into the background ignores SIGINT.
+        """
         with self.lock:
-            number = signal.SIGKILL if self.stopped else signal.SIGTERM
+            first = [signal.SIGINT] if number == signal.SIGINT else []
+            numbers = [signal.SIGKILL] if self.stopped else [*first, signal.SIGTERM]
             self.stopped = True
             for process in self.running:
                 try:
-                    os.killpg(process.pid, number)
+                    for number in numbers:
+                        os.killpg(process.pid, number)
                 except ProcessLookupError:
                     continue
 
@@ -207,7 +213,7 @@ def main(argv):
 
     def on_signal(number, _frame):
         received.append(number)
-        launcher.stop()
+        launcher.stop(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)

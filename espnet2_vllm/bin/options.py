@@ -278,25 +278,27 @@ def run_command(
     set_up_logging(args.log_level)
     args.command = f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}"
     log.info("command: %s", args.command)
-    try:
-        with _heeding_signals():
+    with _heeding_signals():
+        try:
             return run(args, given)
-    except SpeechLMError as error:
-        log.error("%s", error)
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("", "espnet2_vllm"):
-            raise
-        log.error("the Python package %s is not installed in %s; tools/setup.sh installs it", error.name, sys.prefix)
-        return 1
-    except OSError as error:
-        # Output that cannot be written: no permission, no space, no such place.
-        log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
-        return 1
-    except KeyboardInterrupt as error:
-        number = signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT
-        log.error("%s; what was finished is in the journal, the same command goes on from there", number.name)
-        return 128 + number
+        except SpeechLMError as error:
+            log.error("%s", error)
+            return error.exit_code
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in ("", "espnet2_vllm"):
+                raise
+            log.error(
+                "the Python package %s is not installed in %s; tools/setup.sh installs it", error.name, sys.prefix
+            )
+            return 1
+        except OSError as error:
+            # Output that cannot be written: no permission, no space, no such place.
+            log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+            return 1
+        except KeyboardInterrupt as error:
+            number = signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT
+            log.error("%s; what was finished is in the journal, the same command goes on from there", number.name)
+            return 128 + number
 
 
 class TerminatedError(KeyboardInterrupt):

@@ -152,13 +152,15 @@ def test_what_ended_a_job_is_in_its_log(tmp_path):
     code = """
 import time
 from espnet2_vllm.bin.options import _heeding_signals, TerminatedError
-try:
-    with _heeding_signals():
+with _heeding_signals():
+    try:
         print("ready", flush=True)
         time.sleep(60)
-except KeyboardInterrupt as error:
-    time.sleep(0.5)
-    print(type(error).__name__, flush=True)
+    except KeyboardInterrupt as error:
+        try:
+            time.sleep(0.5)
+        finally:
+            print(type(error).__name__, flush=True)
 """
     (tmp_path / "job.py").write_text(code, encoding="utf-8")
     log = tmp_path / "log"

@@ -30,10 +30,10 @@ MODEL = golden_models("bagpiper")[0]
 
 # -- links ------------------------------------------------------------------------------------------------------------
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path, monkeypatch):
-    monkeypatch.delenv("ESPNET2_VLLM_CACHE", raising=False)
+    monkeypatch.setenv("ESPNET2_VLLM_CACHE", str(tmp_path / "cache"))
     folder = shutil.copytree(MODEL, tmp_path / "model")
     ensure_converted(folder)
-    (lock,) = (folder / ".espnet2_vllm_cache").glob(".*.lock")
+    (lock,) = (tmp_path / "cache").rglob(".*.lock")
     precious = tmp_path / "precious"
     precious.write_text("a thesis")
     lock.unlink()
@@ -44,10 +44,10 @@ def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_never_emptied(tmp_path, monkeypatch):
-    monkeypatch.delenv("ESPNET2_VLLM_CACHE", raising=False)
+    monkeypatch.setenv("ESPNET2_VLLM_CACHE", str(tmp_path / "cache"))
     folder = shutil.copytree(MODEL, tmp_path / "model")
     ensure_converted(folder)
-    (lock,) = (folder / ".espnet2_vllm_cache").glob(".*.lock")
+    (lock,) = (tmp_path / "cache").rglob(".*.lock")
     lock.write_text("whatever stands here")
     ensure_converted(folder)
     assert lock.read_text() == "whatever stands here"

@@ -110,7 +110,10 @@ def test_a_hint_where_no_sound_came_and_the_reason_where_nothing_did(server, sou
 def test_an_interrupt_is_130(server, sound):
     server.delay = 60
     program = [sys.executable, "-m", "espnet2_vllm.bin.main", "describe", sound, "--server", server.url]
-    running = subprocess.Popen(program, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Tests that a shell put into the background do not hear SIGINT, and neither would this.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(program, env=environment(), text=True, **pipes, **heard)
     while not server.requests and running.poll() is None:
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)

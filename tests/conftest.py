@@ -1,5 +1,6 @@
 """Where the recorded reference data lies: a selection in the repository, all of it where the checkout has it beside."""
 
+import logging
 import os
 import pathlib
 
@@ -40,6 +41,17 @@ def converted_here(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ESPNET2_VLLM_CACHE", str(tmp_path_factory.mktemp("conversions")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_begin():
+    """A test that listens hears this package, whatever the tests before it in this process have set."""
+    logging.disable(logging.NOTSET)
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "espnet2_vllm":
+            logger = logging.getLogger(name)
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ class Job:
     def run(self, out, fault="none"):
         """Exit code and log of a process of its own."""
         process = self.start(out, fault)
-        _, log = process.communicate(timeout=300)
+        _, log = process.communicate(timeout=600)
         return process.returncode, log
 
     def check_restart(self, out, caplog):
@@ -97,7 +97,7 @@ def journal(out):
     return [json.loads(line) for line in lines]
 
 
-def wait_for(condition, process, seconds=120):
+def wait_for(condition, process, seconds=600):
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, f"ended with {process.returncode}: {process.stderr.read()[-3000:]}"
@@ -130,7 +130,7 @@ def test_a_run_that_is_ended_in_the_middle_goes_on_where_it_stopped(job, tmp_pat
     process = job.start(out)
     wait_for(lambda: len(journal(out)) >= 5, process)
     process.send_signal(number)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=600)
     assert process.returncode == code and said in log and "Traceback" not in log, log[-3000:]
     job.check_restart(out, caplog)
 
@@ -148,7 +148,7 @@ def test_an_engine_that_dies_ends_the_run_and_loses_nothing_that_was_finished(jo
     for engine in engines:
         engine.kill()
     process.send_signal(signal.SIGCONT)
-    _, log = process.communicate(timeout=120)
+    _, log = process.communicate(timeout=600)
     assert process.returncode == 1, log[-3000:]
     (line,) = [line for line in log.splitlines() if "ERROR: the engine died" in line]
     assert "requests under way" in line

@@ -199,11 +199,11 @@ def test_an_ark_entry_without_a_length_is_not_read_into_the_next(tmp_path):
         assert read_audio(f"{tmp_path}/x.ark:{len(data) + 4}")[0].shape == (1, len(TONE))
 
 
-def test_any_flipped_byte_is_a_message_or_a_recording(tmp_path):
+def test_any_flipped_byte_is_a_message_or_a_recording(tmp_path, caplog):
     seed = np.random.SeedSequence().entropy % 2**32
     print("seed", seed)
     rng = np.random.default_rng(seed)
-    logging.getLogger("espnet2_vllm").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, logger="espnet2_vllm")
     kinds = [packed(TONE[:8000], kind) for kind in ("WAV", "FLAC", "OGG", "MP3", "AU", "AIFF", "NIST", "CAF", "W64")]
     for data in kinds:
         for _ in range(15):

@@ -9,15 +9,14 @@ import logging
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import EngineError, SpeechLMError
 
 _GRACE = 60.0  # seconds that the process gets to end by itself
-_T = TypeVar("_T")
 
 
-def alone[T](function: Callable[..., _T], *args: Any) -> _T:
+def alone[T](function: Callable[..., T], *args: Any) -> T:
     """What ``function(*args)`` returns or raises; arguments and result travel pickled.
 
     Raises:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EngineError, SpeechLMError
 from .options import add, add_engine_options, at_least, codec_share, engine_options, flag, run_command
@@ -31,7 +31,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 ONLY = ("engine", "plain", "pytorch")
 _SYSTEMS = ("engine", "plain", "plain-same", "pytorch")
 _CONTEXT = 4096  # rows of a sequence that the engines are started for, unless a load needs more
-_T = TypeVar("_T")
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -129,10 +128,10 @@ def option_adder(group: Any) -> Callable[..., None]:
     return option
 
 
-def list_of[T](kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+def list_of[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Type of values separated by commas."""
 
-    def values(text: str) -> list[_T]:
+    def values(text: str) -> list[T]:
         return [kind(part.strip()) for part in text.split(",")]
 
     return values
@@ -349,7 +348,7 @@ def _measure_all(
                 write_report(args.json, report)
 
 
-def _isolated[T](function: Callable[..., _T], *args: Any) -> _T:
+def _isolated[T](function: Callable[..., T], *args: Any) -> T:
     """``function(*args)``, where there is a GPU in a process of its own."""
     import torch
 

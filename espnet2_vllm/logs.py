@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ConfigError, printable
-from .io.files import open_own, own_folder
+from .io.files import open_own, own_folder, user_cache
 
 OWN = "espnet2_vllm"
 LOG_FORMAT = "%(asctime)s (%(module)s:%(lineno)d) %(levelname)s: %(message)s"
@@ -74,8 +74,7 @@ def quiet_engine(path: Path | None = None) -> bool:
     """
     if any(os.environ.get(name) for name in _USERS_CHOICE):
         return False
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    file = path or cache / "espnet2_vllm" / LIBRARIES
+    file = path or user_cache() / LIBRARIES
     try:
         if path is None:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..io.files import open_own
+from ..io.files import open_own, user_cache
 from .conversion import FORMAT_VERSION, check_family, convert_source
 from .describe import describe
 from .opening import Checkpoint, is_converted, open_checkpoint
@@ -105,7 +105,7 @@ def cache_folder(source: Source) -> Path:
 def cache_root() -> Path:
     """Where conversions are kept that cannot lie beside their checkpoints, or are not wanted there."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "espnet2_vllm"
+    return Path(chosen) if chosen else user_cache()
 
 
 def _convert(source: Source, target: Path, vocab_order: str) -> Checkpoint:

@@ -19,6 +19,11 @@ def check_another_folder(output_dir: Path, data_dir: Path) -> None:
         raise ConfigError(f"--output-dir {output_dir}: is --data-dir, whose files would be replaced")
 
 
+def user_cache() -> Path:
+    """The folder of this package in the user's cache (XDG_CACHE_HOME); it may not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "espnet2_vllm"
+
+
 def open_own(path: str | os.PathLike, mode: str) -> IO:
     """Opens a file that this program keeps (a lock, a journal, an archive that grows), and never what a link points to.
 

@@ -19,8 +19,6 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from .attention import OWN
 from .decode_attention import Workspace, decode_attention, fits
 
-PAGES = None  # order of a page in memory, NHD or HND; None: vLLM's
-
 
 class SpeechAttentionBackend(FlashAttentionBackend):
     """For decoders whose rows attend to all rows before them."""
@@ -38,10 +36,6 @@ class SpeechAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SpeechAttentionMetadataBuilder]:
         return SpeechAttentionMetadataBuilder
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str | None:
-        return PAGES
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

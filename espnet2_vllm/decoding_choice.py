@@ -164,6 +164,10 @@ class Decoding:
         return result
 
 
+# What ESPnet's own Decoding sets where a caller says nothing, over whatever a yaml says (espnet2.bin.speechlm_inference).
+ESPNET_SAMPLING = Decoding(text_temperature=0.6, audio_temperature=0.8, topk=20)
+
+
 def _is_whole(settings: Mapping[str, Any], family: str) -> bool:
     """Whether these are the content of a yaml: keys that only a yaml has, or blocks with all that ESPnet has no default for."""
     blocks = [settings[name] for name in _BLOCKS[family].values() if name in settings]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, ReleaseFileError, UntunedError
+from .errors import CheckpointError, ReleaseFileError, UntunedError, shown
 
 DEFAULT_TAG = "espnet/bagpiper-sft"
 BASE_TAG = "espnet/bagpiper"
@@ -178,7 +178,7 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 def _check_keys(path: Path, content: Any, known: Mapping[str, Any], prefix: str) -> None:
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path}: {prefix[:-1] or 'the top level'} is {content!r:.60}, expected an object")
+        raise CheckpointError(f"{path}: {prefix[:-1] or 'the top level'} is {shown(content)}, expected an object")
     for key, value in content.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -186,4 +186,4 @@ def _check_keys(path: Path, content: Any, known: Mapping[str, Any], prefix: str)
             raise CheckpointError(f"{path}: key {prefix}{key} is unknown{hint}")
         if not isinstance(value, known[key]):
             kind = {str: "a text", Mapping: "an object", list: "a list"}.get(known[key], "a text or null")
-            raise CheckpointError(f"{path}: {prefix}{key} is {value!r:.60}, expected {kind}")
+            raise CheckpointError(f"{path}: {prefix}{key} is {shown(value)}, expected {kind}")

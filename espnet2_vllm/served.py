@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .assistant import Assistant, Choice, Message
-from .decoding_choice import Decoding
+from .decoding_choice import ESPNET_SAMPLING, Decoding
 from .errors import ConfigError, ServerError
 from .releases import AUTO, TTS_SYSTEM, Release
 
@@ -87,9 +87,11 @@ class ServedBagpiper(Assistant):
         useless = [name for name in _ELSEWHERE if getattr(decoding, name) is not None]
         if useless:
             raise ConfigError(f"{', '.join(useless)}: cannot be set for a model behind a server; leave them out")
-        text, audio = (decoding.temperature_of(name) for name in ("text", "audio"))
-        text, audio = 0.6 if text is None else text, 0.8 if audio is None else audio
-        topk = 20 if decoding.topk is None else decoding.topk
+        text, audio = (
+            own if (own := decoding.temperature_of(name)) is not None else ESPNET_SAMPLING.temperature_of(name)
+            for name in ("text", "audio")
+        )
+        topk = ESPNET_SAMPLING.topk if decoding.topk is None else decoding.topk
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [_turn(*message) for message in messages],

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ import numpy as np
 from .answer import Answer, answers_of, only_answer, wav_bytes
 from .assistant import Assistant, Choice, Message
 from .audio.reading import reading_of
-from .decoding_choice import Decoding, label_of, settings_of
+from .decoding_choice import ESPNET_SAMPLING, Decoding, label_of, settings_of
 from .drive import checked_seed
 from .errors import CheckpointError, ConfigError, DataError, EngineError, SpeechLMError
 from .generation import Generation, begun_in_thread, cancel
@@ -254,7 +255,7 @@ class SpeechLM(Assistant):
             turns, config = modalities, self.config(decoding)
         else:
             turns = ("text",)
-            own = Decoding(0.6, 0.8, 20, source=self.release.audio if audio_out else self.release.text)
+            own = replace(ESPNET_SAMPLING, source=self.release.audio if audio_out else self.release.text)
             config = self.config(Decoding.over(decoding, enforce_modality=modalities), under=own)
         answer = only_answer(self._generate(messages, config, turns, seed)[0])
         sounds = [content for _, modality, content in answer.messages if modality == "audio"]

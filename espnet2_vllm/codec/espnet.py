@@ -50,7 +50,10 @@ class EspnetCodec(TorchCodec):
 
     def features(self, clips: Sequence[np.ndarray]) -> list[torch.Tensor]:
         codes = self.checked(clips)
-        return codes if self._parts is None else self._parts.features(codes)
+        if self._parts is None:
+            return codes
+        together = [[clip] for clip in codes] if self.one_by_one else [codes]
+        return [features for group in together for features in self._parts.features(group)]
 
     def growing_features(self) -> GrowingFeatures:
         return super().growing_features() if self._parts is None else GrowingRecurrentFeatures(self, self._parts)

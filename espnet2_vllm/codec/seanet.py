@@ -75,14 +75,9 @@ class SplitDecoder:
 
     @torch.inference_mode()
     def features(self, clips: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Codes [T, C] of whole clips -> [T, D]. The LSTM takes all clips at once: what fills up a clip comes behind it.
-
-        One by one on a CPU, whose sums depend on the size of a batch: the features of a clip are to be a function of its codes.
-        """
+        """Codes [T, C] of whole clips -> [T, D]. The LSTM takes all clips at once: what fills up a clip comes behind it."""
         if not clips:
             return []
-        if len(clips) > 1 and clips[0].device.type == "cpu":
-            return [self.features([codes])[0] for codes in clips]
         embedded = self.embed(torch.cat(list(clips))).split([len(codes) for codes in clips], dim=2)
         maps = [self.before(part)[0].T for part in embedded if part.shape[2]]
         if not maps:

@@ -20,6 +20,8 @@ class TorchCodec(ABC):
         self.num_codebooks = num_codebooks
         self.codebook_size = codebook_size
         self.device = torch.device(device)
+        # Samples are to be a function of a clip's codes. A CPU's sums depend on the size of a batch, and large ones gain it little.
+        self.one_by_one = self.device.type == "cpu"
 
     @abstractmethod
     def _encode_tensor(self, wav: torch.Tensor) -> torch.Tensor:
@@ -106,8 +108,7 @@ class TorchCodec(ABC):
         alike = defaultdict(list)
         for index, clip in enumerate(codes):
             self._check_codes(clip)
-            # On a CPU alone: its sums depend on the size of a batch.
-            alike[len(clip), index if self.device.type == "cpu" else 0].append(index)
+            alike[len(clip), index if self.one_by_one else 0].append(index)
         wavs: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(codes)
         for (length, _), indices in alike.items():
             if length == 0:

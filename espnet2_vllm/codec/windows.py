@@ -117,8 +117,7 @@ class WindowDecoder:
         self.lengths = [shortest << i for i in range(_LENGTHS)]
         self.max_frames = max(max_frames, self.lengths[-1])
         self._cuda = codec.device.type == "cuda"
-        # A CPU's sums depend on the size of a batch, and large batches gain it little.
-        self.one_by_one = not self._cuda
+        self.one_by_one = codec.one_by_one
         self._stream, self._owner = make_stream(codec.device, share or Share()) if self._cuda else (None, None)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._host = torch.empty(self.max_frames * codec.hop, pin_memory=True) if self._cuda else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
+from ..errors import DataError, shown
 from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.opuslm import Content, Facts, Tokenizer, Turn, opuslm_sequence, opuslm_utterance
@@ -110,12 +110,12 @@ class DialogueSource(Source):
             raise DataError(f"{name}: has no dialogue {uid}")
         turns = pack[uid]
         if not isinstance(turns, list) or not turns:
-            raise DataError(f"{name}: dialogue {uid} is {turns!r}, expected a list of turns")
+            raise DataError(f"{name}: dialogue {uid} is {shown(turns)}, expected a list of turns")
         return [self._turn(turn, f"{name}: turn {i} of {uid}") for i, turn in enumerate(turns)]
 
     def _turn(self, turn: Any, where: str) -> Turn:
         if not (isinstance(turn, list) and len(turn) == 4 and isinstance(turn[2], bool) and isinstance(turn[3], str)):
-            raise DataError(f"{where} is {turn!r}, expected [role, modality, is_target, text or ark:offset]")
+            raise DataError(f"{where} is {shown(turn)}, expected [role, modality, is_target, text or ark:offset]")
         role, modality, is_target, content = turn
         if modality in TEXT_MODALITIES:
             return Turn(role, modality, is_target, content)

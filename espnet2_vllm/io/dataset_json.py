@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
+from ..errors import DataError, shown
 from ..layout import Layout
 from ..plan import Utterance
 from ..prompt.bagpiper import Clip, Deaf, EncodeAudio, Tokenizer, bagpiper_utterance, read_recording
@@ -170,7 +170,7 @@ def entries_of(entries: Any, path: Path) -> dict[str, tuple[str, str]]:
     named: dict[str, tuple[str, str]] = {}
     for entry in entries:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("name", "path", "reader")):
-            raise DataError(f"{path}: data_entry has {entry!r}, expected name, path and reader")
+            raise DataError(f"{path}: data_entry has {shown(entry)}, expected name, path and reader")
         if entry["name"] in named:
             raise DataError(f"{path}: data_entry has {entry['name']} twice")
         named[entry["name"]] = entry["path"], entry["reader"]

@@ -226,7 +226,8 @@ class VllmEngine:
         self._count += 1
         rows = request.prompt if request.reference is None else np.concatenate([request.prompt, request.reference])
         prompt = {"prompt_token_ids": [int(token) for token in rows[:, 0]]}
-        self._ask(self._engine.add_request, name, prompt, self._params(name, request, rows))
+        params = self._params(name, request, rows)
+        self._ask(self._engine.add_request, name, prompt, params, refusals=(ValueError,))
         self._requests[name] = request
 
     def _check_servable(self, request: RowRequest) -> None:
@@ -299,17 +300,21 @@ class VllmEngine:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _ask(self, call: Callable[..., Any], *args: Any, refusals: tuple[type[Exception], ...] = ()) -> Any:
         """Calls a method of vLLM's engine.
 
+        Args:
+            refusals: errors by which it refuses what it is given, and goes on.
+
         Raises:
-            EngineError: if the engine is dead: its process is gone, or a step failed (out of memory, a lost device, ...).
+            EngineError: for a refusal; or if the engine is dead: its process is gone, or a step failed (out of memory, a lost
+                device, ...).
         """
         if self._dead:
             raise EngineError("the engine is dead; make another one")
         try:
             return call(*args)
-        except ValueError as error:
+        except refusals as error:
             raise EngineError(f"vLLM refused: {error}") from error
         except Exception as error:  # noqa: BLE001 - EngineDeadError, RuntimeError; in this process whatever its loop raises
             self._dead = True

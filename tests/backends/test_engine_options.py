@@ -76,7 +76,7 @@ def test_an_engine_that_does_not_start_for_any_error_says_so(checkpoint, monkeyp
         make_engine("vllm", checkpoint, "float32", max_num_seqs=3)
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+@pytest.mark.parametrize("error", [*REFUSALS, ValueError("of a step")], ids=repr)
 def test_an_engine_that_fails_in_a_step_by_any_error_is_dead(checkpoint, error):
     from espnet2_vllm.backends.vllm import VllmEngine
 
@@ -90,6 +90,10 @@ def test_an_engine_that_fails_in_a_step_by_any_error_is_dead(checkpoint, error):
         engine._ask(fail)
     with pytest.raises(EngineError, match="the engine is dead"):
         engine._ask(fail)
+    engine._dead = False
+    with pytest.raises(EngineError, match="vLLM refused: "):
+        engine._ask(fail, refusals=(type(error),))
+    assert not engine._dead, "what refuses a request goes on"
 
 
 def test_a_long_folder_for_temporary_files_leaves_room_for_sockets(monkeypatch, tmp_path):
